@@ -891,7 +891,7 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
  * on no page.  The memory is in huge pages if the system has them.  None of this is promised if a prefix keeps blocks
  * of these tokens, or if they fit only once rows are moved together.
  * Free memory counts, and any sequence may use it.  For several sequences, round the tokens of each up to whole blocks,
- * and reserve the sum for one of them.  This needs a cache without max_seq_len.  The memory stays free until it is used,
+ * and reserve the sum for one of them.  This needs a cache without max_seq_len.  The memory stays free until used,
  * kvc_compact gives it back, or other rows need it.  If a batch is aborted, its slots in a block that a hold keeps are
  * lost: reserve again.
  * Expires rows as kvc_begin would for the next token, so that kvc_truncate may not go back as far as before.

@@ -199,6 +199,8 @@ KVC_API kvc_status kvc_prefix_evict(kvc_prefix *prefix, int64_t num_tokens, int6
  * are kept once they are released.  Fails with KVC_ERR_NOMEM. */
 KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
 
+/* ---- private data ------------------------------------------------------------------------------------------------ */
+
 /* Forgets a prompt, for example private data: no prompt of this prefix matches one of its tokens until somebody
  * computes it again.  Other prefixes, and other caches, do not learn of it.  Pass the answer, too, so that
  * kvc_prefix_names has the names of its blocks.

@@ -80,7 +80,7 @@ def test_a_text_of_four_tokens(monkeypatch, capsys):
             cli.main()
         assert ended.value.code == 0, capsys.readouterr().err
 
-    check("a text of four tokens", walk(generate), Walk(2942, 268, 23, 705))
+    check("a text of four tokens", walk(generate), Walk(2714, 271, 23, 663))
 
 
 @pytest.mark.hf
