@@ -156,11 +156,11 @@ kvc_status kvc_prefix_forget(kvc_prefix *prefix, const kvc_tokens *from, uint8_t
 }
 
 kvc_status kvc_prefix_end_forget(kvc_prefix *prefix) {
+    kvc_status status = KVC_OK;
     kvc_lock(prefix->cache);
-    const int is_open = prefix->num_leaving > 0;
-    prefix->num_leaving -= is_open;
-    return kvc_unlock(prefix->cache, is_open
-                                         ? KVC_OK
-                                         : kvc_fail(KVC_ERR_INVALID, "no kvc_prefix_forget with names is left to end: "
-                                                                     "call this once for each"));
+    if (prefix->num_leaving)
+        prefix->num_leaving--;
+    else
+        status = kvc_fail(KVC_ERR_INVALID, "no call that forgot a prompt and gave names is left to end: end each once");
+    return kvc_unlock(prefix->cache, status);
 }

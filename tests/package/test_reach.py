@@ -12,7 +12,7 @@ from support import c_sources
 MOST = {
     "unstored sequences": (r"unstored", 11),
     "limits in bytes": (r"max_bytes|demand|preview", 50),
-    "forgetting": (r"forgotten|forget|horizon", 19),
+    "forgetting": (r"forgotten|forget|horizon", 20),
     "evicting": (r"evict|victim|fate|LOSES_WINDOWS", 114),
     "replacing, restoring": (r"replaced|replac(e|ing)\b|TO_REPLACE|is_given|restor", 52),
     "cross-attention": (r"cross|TO_CROSS|KVC_CROSS", 45),
@@ -22,11 +22,11 @@ MOST = {
         76,
     ),
     "selected rows": (r"sketch|select(s|ed|ing)?\b|select_rows", 66),
-    "chosen rows": (r"chosen|choos|choices|by_token", 79),
+    "chosen rows": (r"chosen|choos|choices|by_token", 81),
     "checkpoints": (r"checkpoint|state_bytes", 61),
-    "scales of rows": (r"row_scale|_scales|scaled", 32),
+    "scales of rows": (r"row_scale|_scales|scaled", 33),
     "masked": (r"masked", 21),
-    "trees": (r"\bparents|subtree|tree_number|descend|ancestor", 19),
+    "trees": (r"\bparents|subtree|tree_number|descend|ancestor", 20),
     "huge pages": (r"fault|resident|huge", 39),
     "prior": (r"prior", 3),
 }

@@ -348,7 +348,7 @@ static void test_end_forget(void) {
     uint8_t names[2 * NUM_BLOCKS][KVC_NAME_BYTES];
     int64_t num, dropped;
     begin((kvc_config){0}, 0);
-    CHECK_FAILS(kvc_prefix_end_forget(prefix), KVC_ERR_INVALID, "no kvc_prefix_forget", "left to end");
+    CHECK_FAILS(kvc_prefix_end_forget(prefix), KVC_ERR_INVALID, "gave names", "left to end");
     keep(PROMPT);
     CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == NUM_BLOCKS);
     for (int i = 0; i < 2; i++) {
@@ -362,7 +362,7 @@ static void test_end_forget(void) {
     keep(BLOCK);
     CHECK(fetch(&all, &store) == 0);
     CHECK(kvc_prefix_end_forget(prefix) == KVC_OK && fetch(&all, &store) == PROMPT - BLOCK);
-    CHECK_FAILS(kvc_prefix_end_forget(prefix), KVC_ERR_INVALID, "no kvc_prefix_forget", "left to end");
+    CHECK_FAILS(kvc_prefix_end_forget(prefix), KVC_ERR_INVALID, "gave names", "left to end");
     end();
 }
 
