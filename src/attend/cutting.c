@@ -343,11 +343,12 @@ static int has_byte_dims(const kvc_plan *plan) {
 
 void kvc_allow_bytes(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
-    plan->in_bytes = !plan->by_token && cache->kernels->bytes.score && has_byte_dims(plan);
+    plan->in_bytes = cache->kernels->bytes.score && has_byte_dims(plan);
     for (int32_t i = 0; plan->in_bytes && i < cache->num_layers; i++) {
         const kvc_layer *layer = &cache->layers[i];
-        const int is_stored = KVC_TYPES[layer->k_type].has_row_scale && KVC_TYPES[layer->v_type].has_row_scale;
-        plan->rounds_rows |= !is_stored && kvc_plan_has_shape(plan, i);
+        const int is_rounded = kvc_taken_as(cache->kernels, layer->k_type, KVC_IN_BYTES) == KVC_F32 ||
+                               kvc_taken_as(cache->kernels, layer->v_type, KVC_IN_BYTES) == KVC_F32;
+        plan->rounds_rows |= is_rounded && kvc_plan_has_shape(plan, i);
     }
 }
 

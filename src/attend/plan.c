@@ -435,7 +435,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
         sketch.parts.heads = args->num_heads;
         sketch.parts.num = 1;
     }
-    if (args->precision == KVC_PRECISION_INT8) kvc_allow_bytes(&sketch);
+    if (args->precision == KVC_PRECISION_INT8 && !sketch.by_token) kvc_allow_bytes(&sketch);
     sketch.attending.acc_stride = (int32_t)kvc_align_up((size_t)layer->v_dim, KVC_LANES);
     sketch.num_slices = kvc_count_slices(&sketch);
     maker m = {.plan = &sketch};
