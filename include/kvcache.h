@@ -578,10 +578,10 @@ typedef struct kvc_plan_args {
  * result.  Values below 1e-16 count as 0, and a row of zeros does not count beside values above 1e20.  Keys above 1e35
  * give NaN.
  *
- * Bits.  The bits of a token's result depend on the rows that it sees, and on which tokens of its sequence are in the
- * call.  They do not depend on threads, on where rows lie, or on other sequences of the batch.  If rows are chosen, the
- * bits depend on the rows that the token sees alone.  Instruction sets select the same rows, unless two pieces weigh
- * nearly the same.
+ * Bits.  The bits of a token's result depend on the rows that it sees, on which tokens of its sequence are in the call,
+ * and on how many rows these see.  They do not depend on threads, on where rows lie, or on other sequences of the
+ * batch.  If rows are chosen, the bits depend on the rows that the token sees alone.  Instruction sets select the same
+ * rows, unless two pieces weigh nearly the same.
  *
  * Infinities and NaN in rows reach only the tokens that see them.  Prompts with infinities or NaN take longer.  Results
  * for infinities, NaN and denormals may differ between instruction sets; docs/platforms.md lists how.  Sums are kept in

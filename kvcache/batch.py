@@ -328,10 +328,10 @@ class Batch:
 
         Notes
         -----
-        Sums are f32. The bits of a token's result depend only on the rows that it sees and on which tokens of its
-        sequence are in the call: not on threads, the place of rows, or other sequences of the batch. With `chosen`, the
-        bits depend on the rows that it sees alone. Infinities and NaN in rows reach the tokens that see them, and no
-        others.
+        Sums are f32. The bits of a token's result depend on the rows that it sees, on which tokens of its sequence are
+        in the call, and on how many rows these see. They do not depend on threads, the place of rows, or other
+        sequences of the batch. With `chosen`, the bits depend on the rows that it sees alone. Infinities and NaN in
+        rows reach the tokens that see them, and no others.
 
         References
         ----------
