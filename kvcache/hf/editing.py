@@ -53,6 +53,7 @@ class EditableBatch(PrefixedBatch):
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}: give minus the number of tokens to take back")
         passes = self._passes
+        passes.check_user()
         with passes.turns.lock:  # until tokens of the last pass are taken back, no other cache may end it
             if not passes.num_open:
                 passes.end()
@@ -118,6 +119,7 @@ class EditableBatch(PrefixedBatch):
 
     def _select(self, indices: torch.Tensor | Sequence[int], name: str) -> None:
         """Make a batch of the sequences at these indices; nothing has changed where one does not exist."""
+        self._passes.check_user()
         self._passes.end()
         num_rows = len(self._passes.seq_ids)
         if not num_rows:  # transformers' own caches ignore this as well

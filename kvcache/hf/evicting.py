@@ -27,6 +27,7 @@ class EvictableBatch(FedBatch):
         Kept are the queries of one token in `every`, and of the last 32, in float16. With 32, they take a 32nd of the
         memory of float16 keys for each query head of a KV head. Only the attention ``"kvcache"`` has queries to note.
         """
+        self._passes.check_user()
         self._passes.end()
         self._passes.queries = eviction.Queries(every)
 
@@ -69,6 +70,7 @@ class EvictableBatch(FedBatch):
             If the policy has fed the cache or otherwise changed it. No token was dropped.
         """
         passes, keep = self._passes, eviction.check_share(keep)
+        passes.check_user()
         passes.end()
         passes.check_evictable()
         if model is not None or input_ids is not None:

@@ -200,6 +200,7 @@ class FedBatch(Cache):
     def reset(self) -> None:
         """Forget all tokens."""
         passes = self._passes
+        passes.check_user()
         passes.end()
         seq_ids = passes.seq_ids
         try:  # forget first: after an interrupt, no token may count as held whose row is gone

@@ -38,6 +38,7 @@ class PrefixedBatch(FedBatch):
 
     def tell(self, inputs: Mapping[str, Any], is_part: bool) -> None:
         """Note what a call of the model, or in it a call of its part, is about to feed; `inputs` are its arguments."""
+        self._passes.check_user()
         prompts = self._passes.prompts
         if self._recurrent and not is_part and not self.has_lost_state:  # what is lost ends with its rows
             check_rows(inputs, self._passes.batch_size)
@@ -98,6 +99,7 @@ class PrefixedBatch(FedBatch):
         """Do what `acquire` does, with names for the tokens of images. All calls that feed the prompts show these."""
         if self._prefix is None:
             raise ValueError("the cache has no prefix cache: make it by HFCache(config, prefix=prefix)")
+        self._passes.check_user()
         self._passes.end()
         if not self.takes_prompt:
             raise ValueError("the cache holds tokens: release or reset it first")
@@ -177,6 +179,7 @@ class PrefixedBatch(FedBatch):
             has changed then.
         """
         passes = self._passes
+        passes.check_user()
         passes.end()
         prompts = None if self.has_lost_state else passes.prompts
         rows = [] if prompts is None else prompts.tokens_of(tokens)

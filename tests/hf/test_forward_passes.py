@@ -274,6 +274,60 @@ def test_another_thread_cannot_use_the_cache_of_a_text_that_is_made(name):
     assert not elsewhere(lambda: generate(cache))  # one thread after the other
 
 
+@pytest.mark.parametrize("name", ["llama", "lfm2", "bart"])
+def test_another_thread_cannot_change_the_cache_of_a_text_that_is_made(name):
+    """It would go on behind a gap, or without its prompt, and so would the next text."""
+    if name == "bart":
+        model, given = two_sided(name)
+        make_cache = HFEncoderDecoderCache
+    else:
+        model, given = make((CONFIGS | HYBRID)[name]()), {"input_ids": random_tokens(2, 13)}
+        make_cache = HFCache
+    model.set_attn_implementation("kvcache")
+    cache, raised, every = make_cache(model.config), [], [0, 1]
+    changes = [
+        lambda: cache.reset(),
+        lambda: cache.crop(-2),
+        lambda: cache.reorder_cache(torch.tensor(every)),
+        lambda: cache.batch_select_indices(torch.tensor(every)),
+        lambda: cache.batch_repeat_interleave(1),
+    ]
+    if name != "bart":
+        changes += [lambda: cache.release(), lambda: cache.note_queries(), lambda: cache.evict(len)]
+
+    def generate(cache, *processors):
+        options = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0, "logits_processor": [*processors]}
+        return model.generate(**given, past_key_values=cache, **options)
+
+    def interfere(input_ids, scores):
+        raised.extend(error for change in changes for error in elsewhere(change))
+        return scores
+
+    want = generate(make_cache(model.config))
+    assert torch.equal(generate(cache, interfere), want)
+    assert [type(error) for error in raised] == [kvcache.CacheBusyError] * 4 * len(changes)
+    assert torch.equal(generate(cache), want)
+    assert not elsewhere(lambda: cache.reset())
+
+
+def test_a_refused_call_leaves_what_a_prefix_cache_is_told():
+    """Else the end of the text would not be found again."""
+    model, tokens, raised = make(CONFIGS["llama"]()).requires_grad_(False), random_tokens(1, 13), []
+    model.set_attn_implementation("kvcache")
+    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, block_size=4), fingerprint="a model")
+    cache, main = HFCache(model.config, prefix=prefix), threading.get_ident()
+
+    def interfere(*_):
+        if threading.get_ident() == main:
+            raised.extend(elsewhere(lambda: model(tokens[:, :1], past_key_values=cache)))
+
+    model.model.layers[3].register_forward_pre_hook(interfere)
+    text = model.generate(tokens, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    cache.release(text)
+    assert [type(error) for error in raised] == [kvcache.CacheBusyError] * 4
+    assert prefix.lookup([*text[0].tolist(), 1]) == 16
+
+
 @pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")
 def test_a_pass_does_not_go_on_in_another_thread():
     model, tokens = make(CONFIGS["llama"]()).requires_grad_(False), random_tokens(1, 13)
