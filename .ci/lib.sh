@@ -145,12 +145,13 @@ install_torch() {
         echo "transformers $version is out: docs/huggingface.md says that $tested are tested" >>"$tmp/notes"
 }
 
-# with_torch environment arguments...: runs the tests that need torch and transformers, which it installs first
+# with_torch environment "folders" arguments...: runs the tests in these folders that need torch and transformers, which
+# it installs first
 with_torch() {
     [ -d "$newest" ] || install_torch
     # Small models gain nothing from more threads, which wait for each other where several processes run.
-    OMP_NUM_THREADS=1 "$1/bin/python" -Pm pytest --color=no -n auto -m hf "${@:2}" \
-        $(grep -rlE --include='test_*.py' '^torch = |mark\.hf' tests)
+    OMP_NUM_THREADS=1 "$1/bin/python" -Pm pytest --color=no -n auto -m hf "${@:3}" \
+        $(grep -rlE --include='test_*.py' '^torch = |mark\.hf' $2)
 }
 
 # Runs README's commands, some of which need torch.
@@ -312,8 +313,8 @@ usual() {
     step "ruff, cython-lint, clang-format" task "$tools" style
     step "mypy --strict, stubtest" task "$tools" types
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
-    step "pytest with torch and the oldest transformers" with_torch "$tools"
-    step "pytest with torch and the newest transformers" with_torch "$newest"
+    step "pytest with torch and the oldest transformers" with_torch "$tools" tests
+    step "pytest with torch and the newest transformers" with_torch "$newest" "tests/hf tests/models" # others need some release
     step "README's commands" readme
     compiled_for_tests
     wait
