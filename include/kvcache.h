@@ -337,7 +337,7 @@ typedef struct kvc_config {
                               whole (kvc_block_info.bytes) while it has a row or a hold keeps it.  Each token that an
                               acquired sequence is to be fed counts 8 bytes, or 40 with digests.  Pins and events count
                               by their bytes.  The empty cache counts, too (kvc_nbytes), and one block of each layer
-                              group must fit beside it.  Lists do not count */
+                              group must fit beside it.  Lists that grow with texts do not count */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const struct kvc_allocator *allocator; /* copied (kvcache_more.h); NULL: the C library, and the operating system's
                                               pages for blocks */
@@ -592,9 +592,9 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
 /* Ends the batch and frees it: its tokens become part of their sequences, if these are stored.
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
  * token would see, or as many positions as resume_window says.  Such a layer also uses at most two spare blocks for
- * each sequence, or three with sink tokens.  That holds for sequences that share no blocks and kept all their tokens.
- * Beside these, the cache keeps at most as many free blocks as this batch took, for the next batch.  Other free blocks
- * go back to the system.
+ * each sequence, or three with sink tokens.  Sequences that share blocks may use more, and so may sequences that lost
+ * tokens to edits or to kvc_commit_kept.  Beside these, the cache keeps at most as many free blocks as this batch took,
+ * for the next batch.  Other free blocks go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */
@@ -905,9 +905,9 @@ KVC_API kvc_status kvc_compact(kvc_cache *cache);
 /* Returns the bytes of memory that the cache holds: bookkeeping, and rows that were written since their memory was
  * taken.  Large blocks count in whole OS pages.  KVC_MEMORY_SCRATCH does not count.
  * Lists may take it beyond max_bytes: at most 48 bytes for each run; 700, and 300 a layer group, for each sequence,
- * kept block, prefix and pin; 300 for each dropped block before a kept one; 8, or 40 with digests, for each token of
- * these blocks, and of the block in which the match of an acquired sequence ends.  In each layer group, tokens of
- * batches take the bytes that KVC_MAX_BATCH says.  A dropped block also counts while a pin or an acquired sequence
+ * kept block, prefix and pin; 300 for each dropped block that a kept block follows; 8, or 40 with digests, for each
+ * token of these blocks, and of the block in which the match of an acquired sequence ends.  In each layer group, tokens
+ * of batches take the bytes that KVC_MAX_BATCH says.  A dropped block also counts while a pin or an acquired sequence
  * builds on it, because a prompt finds a block only by all tokens up to its end.  So lists may take more than max_bytes
  * if rows are small, and windows keep the end of long prompts alone.  Memory that a call replaces may come on top. */
 KVC_API int64_t kvc_nbytes(kvc_cache *cache);

@@ -47,9 +47,9 @@
  *           layer, every row that a token at position n would see.  If the prefix has state_bytes, a checkpoint at n is
  *           needed as well.  n is at most where the last kept block of the prompt ends.  If only the first tokens of
  *           that block are the prompt's, it ends behind these.
- *           The number of known tokens is the largest such n up to a limit; each call below says its own.  The prompt
- *           counts as ended at that limit.  If many kept blocks begin like the rest of a prompt, the 32 with the most
- *           tokens in common are looked at.  A search skips at most 256 expired blocks that no call has dropped
+ *           The number of known tokens is the largest such n up to a limit; each call below says its own.  A limit
+ *           acts as the end of the prompt would.  If many kept blocks begin like the rest of a prompt, the 32 with the
+ *           most tokens in common are looked at.  A search skips at most 256 expired blocks that no call has dropped
  *           yet, and does not find kept blocks behind further ones.
  * Used      A call uses the blocks that it matches, keeps or computes again, with their states.  A commit that keeps
  *           blocks of an acquired sequence also uses the blocks before them, and so does the end of the sequence.  If
@@ -225,9 +225,9 @@ KVC_API kvc_status kvc_prefix_clear(kvc_prefix *prefix);
  *   3. Call kvc_prefix_end_forget, once for each call of step 1.
  * From the beginning of step 1 to the end of step 3, kvc_prefix_fetch adds nothing to this prefix.
  * Without names (NULL, and max_names 0), the call drops all blocks, names none, and there is nothing to end.
- * A kvc_store_new_blocks or kvc_store_block under way begins to write none of these blocks any more.  It removes a
- * value that it was writing.  Until it has, kvc_prefix_fetch reads no value under this name.  If the store has no
- * `remove`, or if that fails, the value stays: remove it once the call that wrote it has ended, before step 3.
+ * A kvc_store_new_blocks or kvc_store_block that runs at that time starts to write none of these blocks.  If it was
+ * writing one, it removes the value.  Until it has, kvc_prefix_fetch reads no value under this name.  If the store has
+ * no `remove`, or if that fails, the value stays: remove it once the call that wrote it has ended, before step 3.
  * Other prefixes, caches and processes that use the store may hold these tokens, too.  They go on fetching the values,
  * and may write them again.  Forget the prompt in all of them before step 2.  In the child of a fork(), end the calls
  * that its parent had not ended.
@@ -319,8 +319,8 @@ typedef struct kvc_store {
 /* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
  * the store lacks a block that is not kept, and where there is no room.  It also ends before a block that would reach
  * past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.
- * Blocks that were used later than the call's own are not evicted for it.  While the store works, the call keeps
- * nothing from being dropped.  It ends soon after others have dropped what its blocks follow.
+ * It evicts no block that was used later than the blocks that it matched or added.  While the store works, the call
+ * keeps nothing from being dropped.  It ends soon after others have dropped what its blocks follow.
  * Sets *fetched to the number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
  * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
