@@ -17,7 +17,11 @@ int own_slot(void) {
         const int at = ACQUIRED + pick(SLOTS - ACQUIRED);
         if (w.o.sequences[at].prefix && at % num == me->number) return at;
     }
-    const int at = me->number + num * pick((SLOTS - me->number + num - 1) / num);
+    int at = 0;
+    for (int tries = w.theme == ATTENTION ? 1 + pick(4) : 1; tries > 0; tries--) { /* a long one */
+        at = me->number + num * pick((SLOTS - me->number + num - 1) / num);
+        if (next_of(&w.o, &w.o.sequences[at]) > 24) break;
+    }
     const sequence *s = &w.o.sequences[at];
     return at < ACQUIRED || s->prefix || holds_any(&w.o, s) ? at : at % ACQUIRED;
 }
@@ -60,15 +64,17 @@ static int is_crowded_in(const sequence *s) {
 static void draw_tokens(call *c, int is_odd) {
     int members[3], texts[3];
     int64_t next[3];
+    int is_prompt = 0; /* which is long, of one sequence */
     for (int m = 0; m < 3; m++) {
-        members[m] = own_slot();
+        members[m] = is_prompt ? members[0] : own_slot();
+        if (w.theme == ATTENTION && !m) is_prompt = next_of(&w.o, &w.o.sequences[members[0]]) < 24 || !pick(4);
         const sequence *s = &w.o.sequences[members[m]];
         for (int i = 0; i < m; i++)
             if (members[i] == members[m]) members[m] = members[i];
         next[m] = next_of(&w.o, s);
         texts[m] = s->text;
     }
-    c->num = pick(w.theme == PROMPTS || w.seed % 5 == 0 ? 2 : 4) ? 1 + pick(8) : 1 + pick(TOKENS);
+    c->num = is_prompt ? TOKENS - pick(8) : pick(w.theme == PROMPTS ? 2 : 4) ? 1 + pick(8) : 1 + pick(TOKENS);
     for (int t = 0; t < c->num; t++) {
         int m = is_odd ? pick(3) : t * 3 / c->num;
         for (int i = 0; i < m; i++)

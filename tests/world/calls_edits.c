@@ -3,8 +3,11 @@
 
 /* ---- edits ------------------------------------------------------------------------------------------------------- */
 
-/* Returns a position, usually one where no row of a layer with a stride is cut. */
-static int32_t usually_whole(int32_t position) { return pick(6) ? position / w.o.unit * w.o.unit : position; }
+/* Returns a position, usually one where no row of a layer with a stride is cut, at times where a block begins. */
+static int32_t usually_whole(int32_t position) {
+    const int32_t unit = pick(4) ? w.o.unit : w.o.block_size;
+    return pick(6) ? position / unit * unit : position;
+}
 
 /* Draws a position behind this one, by less than `most` and at most KVC_END. */
 static int32_t behind(int32_t position, int most) {
@@ -39,7 +42,11 @@ int draw_share(call *c) {
     return w.o.sequences[c->s].layers[0].num + w.o.sequences[c->to].layers[0].num < ROWS - TOKENS;
 }
 
-int draw_copy(call *c) { return draw_two(c); }
+int draw_copy(call *c) {
+    if (!draw_two(c)) return 0;
+    c->flag |= w.theme == ATTENTION && pick(2);
+    return 1;
+}
 
 void run_share(call *c) {
     c->status = kvc_share(w.cache, w.ids[c->s], w.ids[c->to], c->begin, c->end);

@@ -32,7 +32,7 @@ void make_choosing(question *q) {
                            .relu = pick(2),
                            .num_choices = q->num_choices == 1 && pick(2) ? 0 : q->num_choices,
                            .width = 1 + pick(pick(2) ? 6 : MOST_CHOSEN),
-                           .among_width = pick(MOST_CHOSEN + 1),
+                           .among_width = pick(4) ? pick(MOST_CHOSEN + 1) : 0,
                            .block = pick(2) ? pick(2) : stride * (1 + pick(6)),
                            .num_first = pick(2) ? 0 : pick(MOST_FIRST),
                            .num_local = pick(2) ? 0 : pick(MOST_FIRST),

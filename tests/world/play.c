@@ -372,12 +372,15 @@ static int is_feeding(void) { return w.theme == PROMPTS && w.o.batches[me->numbe
 
 /* How often an operation is drawn, by the theme of the world. */
 static int weight_of(const operation *op, unsigned point, int is_amid) {
-    static const int of_batches[NUM_THEMES] = {4, 4, 8}, of_prefixes[NUM_THEMES] = {4, 0, 8}, others[] = {4, 4, 1};
+    static const int of_batches[NUM_THEMES] = {4, 4, 8, 8}, of_prefixes[NUM_THEMES] = {4, 0, 8, 0},
+                     others[NUM_THEMES] = {4, 4, 1, 1};
     const int is_of_batches = op->needs & A_BATCH || op->run == operations[0].run;
     if (is_amid) return (op->needs & AMID) != 0;
     if (point & (AT_STORE | AT_COPY) && op->drops) return 16 * op->weight; /* what the call is about goes meanwhile */
     const int goes_on = is_of_batches && !point && is_feeding() ? 16 : 1;
-    return op->weight * goes_on *
+    const int is_wanted =
+        w.theme == ATTENTION && (op->run == run_copy || op->run == run_shift || op->run == run_attend);
+    return op->weight * goes_on * (is_wanted ? 16 : 1) *
            (is_of_batches                                          ? of_batches
             : op->needs & A_PREFIX && (!op->drops || op->gives_up) ? of_prefixes
                                                                    : others)[w.theme];

@@ -187,12 +187,12 @@ void make_plan(question *q, const batch *of, int layer, int first, int num) {
         do q->num_choices = 1 + pick(q->num_heads);
         while (q->num_heads % q->num_choices || (q->num_choices % num && num % q->num_choices));
         q->plan.num_choices = q->num_choices;
-    } else if (!pick(w.seed % 5 ? 3 : 6)) {
+    } else if (!pick(w.theme == ATTENTION ? 6 : 3)) {
         q->plan.max_chosen = 1 + pick(MOST_CHOSEN);
     } else if (at->sketch_bits && pick(3)) {
-        q->plan.select_rows = 1 + pick(pick(2) ? 4 : 16);
+        q->plan.select_rows = 1 + pick(w.theme == ATTENTION || pick(2) ? 4 : 16);
     }
-    if (at->v_dim && !pick(w.seed % 5 ? 3 : 1)) q->plan.precision = KVC_PRECISION_INT8;
+    if (at->v_dim && !pick(w.theme == ATTENTION ? 2 : 3)) q->plan.precision = KVC_PRECISION_INT8;
 }
 
 void make_numbers(float x[][QUERY_HEADS][DIM], int num, int num_heads, float unit, int is_sparse) {
@@ -348,9 +348,12 @@ static void compare_alone(question *q, int first, int num) {
     if (args.chosen) chosen.positions = (const int32_t *)(const void *)row_in(&q->lists, n, 0);
     if (args.chosen) args.chosen = &chosen;
     chosen.token_stride = q->lists.token, chosen.choice_stride = q->lists.head;
-    const int left = drive.arm(0);
+    const int left = drive.arm(0), was_within = me->is_within;
     kvc_status status;
-    UNTIL_MEMORY(status, kvc_attend(w.batches[me->call->client], &plan, &args));
+    me->is_within = 1; /* no call comes between */
+    do UNTIL_MEMORY(status, kvc_attend(w.batches[me->call->client], &plan, &args));
+    while (status == KVC_ERR_CANCELLED); /* by the poll */
+    me->is_within = was_within;
     drive.arm(left);
     if (status) wrong("layer %d: tokens from %d to %d alone: %s", q->layer, first, first + num, kvc_last_error());
     for (int i = n; i < n + num; i++)

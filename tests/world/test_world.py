@@ -99,20 +99,39 @@ def drivers(workshop, tmp_path_factory):
     return program
 
 
-def build(driver, core, folder):
-    """Build a driver with a core as it is tested, or, for the scheduler, as it is simulated."""
+SMALL = "-DKVC_SIZE(usual, simulated)=(simulated)"  # as in scheduler.h
+
+
+def build(driver, core, folder, changed=()):
+    """Build a driver with a core as it is tested, or, for the scheduler, as it is simulated.
+
+    The core has changed sources in the place of those of the same names. Texts are short, and sizes of attention small.
+    """
     if driver == "drive_scheduler":
-        return build_simulated(compiling.watched(core, folder), folder)
+        return build_simulated(compiling.watched(core, folder), folder, changed)
     # The core alone is watched, which makes runs half as long; clients of drive_threads share the oracle.
     flags = ["-fno-sanitize=all"] if any(word.startswith("-fsanitize=") for word in core[0]) else []
-    folder_of_parts = Path(core[1][-1]).parent / f"world-{os.getpid()}"
-    notes = ["-D_DEFAULT_SOURCE=", "-include", folder_of_parts / "fields.h"]
+    command, objects = core
+    folder_of_core = Path(objects[-1]).parent
+    folder_of_parts = folder_of_core / f"world-{os.getpid()}"
+    notes = [SMALL, "-D_DEFAULT_SOURCE=", "-include", folder_of_parts / "fields.h"]
 
     def command_for(source):
-        return [*core[0], *flags, *(notes if source.parent == HERE else [])]
+        return [*command, *flags, *(notes if source.parent == HERE else [])]
+
+    def small(source):
+        return [*command, SMALL]
 
     parts = compiled_once(folder_of_parts, SOURCES, command_for, fields.write)
-    return compiling.link(core, folder, HERE / f"{driver}.c", flags=flags, parts=parts)
+    attention = compiled_once(folder_of_core / f"small-{os.getpid()}", ROOT.glob("src/attend/*.c"), small)
+    objects = in_place_of(in_place_of(objects, attention), compile_all(folder, changed, small))
+    return compiling.link((command, objects), folder, HERE / f"{driver}.c", flags=flags, parts=parts)
+
+
+def in_place_of(objects, others):
+    """Return objects, with others in the place of those of the same names."""
+    names = {Path(path).name for path in others}
+    return [*(path for path in objects if Path(path).name not in names), *others]
 
 
 def compiled_once(folder, sources, command_for, write=lambda _: []):
@@ -130,11 +149,10 @@ def build_simulated(core, folder, changed=()):
     """
     command, others = core
     flags = [*command, "-std=gnu11", "-fno-openmp", "-fno-sanitize=undefined"]  # drive_thread's core has it
-    sizes = "-DKVC_SIZE(usual, simulated)=(simulated)"  # as in scheduler.h
 
     def command_for(source):
         if source.parent == HERE:
-            return [*flags, sizes]
+            return [*flags, SMALL]
         return [*flags, "-DSIM_CORE", "-include", HERE / "scheduler.h", "-finstrument-functions"]
 
     def simulated(sources):
@@ -142,11 +160,10 @@ def build_simulated(core, folder, changed=()):
 
     sources = [*simulated(ROOT.glob("src/*/*.c")), *SOURCES, HERE / "drive_scheduler.c", HERE / "scheduler.c"]
     objects = compiled_once(Path(others[-1]).parent / f"simulated-{os.getpid()}", sources, command_for)
-    own = compile_all(folder, simulated(changed), command_for)
-    unchanged = [path for path in objects if path.name not in {path.name for path in own}]
+    objects = in_place_of(objects, compile_all(folder, simulated(changed), command_for))
     kernels = [name for name in others if Path(name).name.startswith("kernels-")]
     program = folder / "drive_scheduler"
-    run(*command, *own, *unchanged, *kernels, "-o", program, *compiling.LIBRARIES)
+    run(*command, *objects, *kernels, "-o", program, *compiling.LIBRARIES)
     return program
 
 
@@ -195,7 +212,7 @@ def test_new_seeds(drivers, driver):
 
 
 def test_each_public_field_is_drawn_as_0_and_not_and_beside_others(drivers):
-    command = [drivers("drive_thread"), "--seed", "1", "--runs", "150"]
+    command = [drivers("drive_thread"), "--seed", "1", "--runs", "300", "--calls", "200"]
     said = subprocess.run(command, capture_output=True, check=True, text=True, env=ENVIRONMENT | {"FIELDS": "1"}).stdout
     assert not [*fields.undrawn(said.splitlines())]
 
@@ -215,17 +232,14 @@ def test_defects_can_be_put_back():
 
 def build_all_with(core, folder, source, text):
     """Build drivers with this text in the place of a source of src/."""
-    command, objects = core
     path = folder / source
     path.parent.mkdir()
     path.write_text(text)
-    (changed,) = compile_all(folder, [path], lambda _: command)
-    others = [name for name in objects if Path(name).name != changed.name]
-    core = command, [str(changed), *others]
-    simulated = folder / "simulated"
-    simulated.mkdir()
-    watched = compiling.watched(core, folder)
-    return [*(build(driver, core, folder) for driver in ALONE), build_simulated(watched, simulated, [path])]
+    programs = []
+    for driver in (*ALONE, "drive_scheduler"):
+        (own := folder / driver).mkdir()
+        programs.append(build(driver, core, own, [path]))
+    return programs
 
 
 @pytest.mark.full

@@ -92,7 +92,7 @@ static int32_t poll_once(void *user) {
 }
 
 static kvc_policy any_policy(int l, int has_prefixes) {
-    const int size = pick(8) ? 2 + pick(9) : 1, kind = pick(has_prefixes ? 8 : 10);
+    const int size = pick(8) ? 2 + pick(9) : 1, kind = pick(has_prefixes ? 8 : 12);
     if (kind < 4 || (!l && pick(3))) return (kvc_policy){.kind = KVC_FULL, .window = pick(3), .resume_window = pick(5)};
     if (kind < 6)
         return (kvc_policy){.kind = KVC_SLIDING,
@@ -102,7 +102,7 @@ static kvc_policy any_policy(int l, int has_prefixes) {
                             .stride = 0};
     if (kind < 8 || !l)
         return (kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = size, .resume_window = pick(3) ? 0 : pick(8)};
-    if (kind < 9) return (kvc_policy){.kind = KVC_CROSS, .max_len = 1 + pick(CROSS)};
+    if (kind < 11) return (kvc_policy){.kind = KVC_CROSS, .max_len = 1 + pick(CROSS)};
     return (kvc_policy){.kind = KVC_NONE};
 }
 
@@ -123,9 +123,10 @@ static kvc_layer any_layer(int l, int rope, int has_prefixes) {
                        .policy = any_policy(l, has_prefixes),
                        .rope = {.kind = pick(3) ? rope : KVC_ROPE_NONE}};
     const int is_turned = layer.rope.kind == KVC_ROPE_FREQUENCIES || layer.rope.kind == KVC_ROPE_FUNCTION;
-    const int transforms = w.seed % 5 == 0 ? 1 : 3; /* in some worlds, nearly every row is transformed */
+    const int transforms = w.theme == ATTENTION ? 1 : 3; /* nearly every row is transformed */
     layer.k_type = any_type(is_turned ? layer.rope.kind : 0);
-    if (transforms == 1 && pick(4) && layer.rope.kind != KVC_ROPE_FUNCTION) layer.k_type = pick(2) ? KVC_INT8 : KVC_Q8_0;
+    if (transforms == 1 && pick(4) && layer.rope.kind != KVC_ROPE_FUNCTION)
+        layer.k_type = pick(2) ? KVC_INT8 : KVC_Q8_0;
     layer.v_type = any_type(0);
     layer.k_dim = any_dim(layer.k_type, FIRST_TURNED + 2 * TURNED);
     layer.v_dim = pick(5) ? any_dim(layer.v_type, 1) : 0;
@@ -181,7 +182,8 @@ static void add_sketches(oracle *o) {
 static void make_layers(oracle *o, int has_prefixes) {
     static const int ropes[] = {KVC_ROPE_NONE, KVC_ROPE_FREQUENCIES, KVC_ROPE_FREQUENCIES, KVC_ROPE_FUNCTION,
                                 KVC_ROPE_UNKNOWN};
-    const int rope = ropes[pick(pick(4) ? 4 : 5)], kind = pick(6);
+    const int is_usual = w.theme != ATTENTION || !pick(3);
+    const int rope = is_usual ? ropes[pick(pick(2) ? 4 : 5)] : KVC_ROPE_FREQUENCIES, kind = is_usual ? pick(6) : 0;
     o->num_layers = 1 + pick(LAYERS);
     o->unit = 1;
     for (int l = 0; l < o->num_layers; l++) {
@@ -193,8 +195,8 @@ static void make_layers(oracle *o, int has_prefixes) {
         if (l && !pick(5) && (is_own(o, from) || is_cross(o, from)))
             o->layers[l] = o->layers[from], o->layers[l].share = from + 1;
     }
-    if (pick(4) == 0) add_strides(o);
-    if (pick(2)) add_sketches(o);
+    if (is_usual && pick(4) == 0) add_strides(o);
+    if (!is_usual || pick(2)) add_sketches(o);
 }
 
 /* ---- limits ------------------------------------------------------------------------------------------------------ */
@@ -249,9 +251,11 @@ static void make_limits(oracle *o) {
                       .num_layers = o->num_layers,
                       .block_size = (size + o->unit - 1) / o->unit * o->unit,
                       .num_threads = 1 + !pick(4)};
-    if (!pick(4)) c->max_seq_len = most_rows(o, 4 + pick(56));
-    if (!pick(c->max_seq_len ? 2 : 8)) c->max_sequences = 3 + pick(6);
-    if (!pick(4)) c->capacity = most_rows(o, 20 + pick(180));
+    if (w.theme != ATTENTION) { /* whose texts are long */
+        if (!pick(4)) c->max_seq_len = most_rows(o, 4 + pick(56));
+        if (!pick(c->max_seq_len ? 2 : 8)) c->max_sequences = 3 + pick(6);
+        if (!pick(4)) c->capacity = most_rows(o, 20 + pick(180));
+    }
     if (pick(3) == 0) c->poll = poll_once, c->poll_user = pick(2) ? &w : NULL;
 }
 
@@ -293,14 +297,13 @@ void make_prefix(call *c) {
     if (!p->is_there) w.prefixes[c->prefix] = NULL;
 }
 
-/* Chooses the scalar kernels in some worlds: they multiply in bytes on every machine, and in some for any shape. */
+/* Chooses the scalar kernels in some worlds: they multiply in bytes on every machine.  In some, any shape is. */
 static void choose_kernels(void) {
     static int is_given = -1;
-    static kvc_byte_costs usual;
-    if (is_given < 0) is_given = getenv("KVCACHE_ISA") != NULL, usual = kvc_costs_in_bytes;
-    kvc_costs_in_bytes = w.seed % 5 ? usual : (kvc_byte_costs){0};
+    if (is_given < 0) is_given = getenv("KVCACHE_ISA") != NULL;
+    kvc_costs_in_bytes = w.theme == ATTENTION ? (kvc_byte_costs){0} : (kvc_byte_costs){pick(3), pick(2), pick(16)};
     if (is_given) return;
-    if (w.seed % 5 && w.seed % 3)
+    if (w.seed % 3)
         unsetenv("KVCACHE_ISA");
     else
         setenv("KVCACHE_ISA", "scalar", 1);
@@ -308,11 +311,13 @@ static void choose_kernels(void) {
 
 void make_world(uint64_t seed, int num_clients, int is_wild) {
     static const int64_t ids[ACQUIRED] = {0, -1, INT64_MIN, INT64_MAX, (int64_t)1 << 40, -77};
+    static const theme themes[] = {ANYTHING, EDITS, PROMPTS, PROMPTS, ANYTHING, EDITS, ATTENTION, PROMPTS};
     static kvc_allocator allocator;
     memset(&w, 0, sizeof w);
     w.seed = seed;
     w.num_clients = num_clients;
     w.is_wild = is_wild;
+    w.theme = themes[seed % 8];
     choose_kernels();
     w.refuses = seed / 4 % 2 == 0;
     oracle *o = &w.o;
@@ -320,7 +325,6 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     memset(fetched, 0, sizeof fetched);
     o->crowded = num_clients > 1;
     o->next_slot = MOST_TAG;
-    w.theme = seed % 4 == 3 ? PROMPTS : (theme)(seed % 4);
     const int has_prefixes = w.theme == PROMPTS || (w.theme == ANYTHING && pick(3) != 0);
     do make_layers(o, has_prefixes);
     while (!is_own(o, 0) && !is_own(o, o->num_layers - 1));
@@ -333,7 +337,7 @@ void make_world(uint64_t seed, int num_clients, int is_wild) {
     if (has_allocator || (drive.arm == arm && drive.faults == 1)) o->config.allocator = &allocator;
     kvc_status status;
     w.has_faults = drive.faults;
-    if (!pick(3)) limit_bytes(o, has_prefixes);
+    if (w.theme != ATTENTION && !pick(3)) limit_bytes(o, has_prefixes);
     UNTIL_MEMORY(status, kvc_cache_new(&o->config, &w.cache));
     if (status) wrong("kvc_cache_new: %s", kvc_last_error());
     if (o->config.max_bytes) o->budget = o->config.max_bytes - kvc_nbytes(w.cache);

@@ -94,7 +94,7 @@ typedef struct client {
 } client;
 
 /* The subject of most calls of a world. */
-typedef enum theme { ANYTHING, EDITS, PROMPTS, NUM_THEMES } theme;
+typedef enum theme { ANYTHING, EDITS, PROMPTS, ATTENTION, NUM_THEMES } theme;
 
 typedef struct world {
     uint64_t seed;
