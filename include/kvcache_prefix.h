@@ -329,9 +329,10 @@ KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens
 
 /* Takes the new blocks as kvc_take_new_blocks does, and writes them to a store.  Sets *num_written to how many it
  * wrote, also if it fails.  If a block may have no state, or lack rows of windows, it reads the block's value first,
- * and writes both joined.  If another call of this cache is writing the block to the same store, that call writes it
- * again in place of this one.  Fails as `read`, `write` and `remove` do, and with KVC_ERR_NOMEM.  It does not try that
- * block again; the next call writes the others. */
+ * and writes both joined.  It does not read a value that may be of forgotten rows: between a kvc_prefix_forget with
+ * names and its end, it writes the block alone.  If another call of this cache is writing the block to the same store,
+ * that call writes it again in place of this one.  Fails as `read`, `write` and `remove` do, and with KVC_ERR_NOMEM.
+ * It does not try that block again; the next call writes the others. */
 KVC_API kvc_status kvc_store_new_blocks(kvc_cache *cache, const kvc_store *store, int64_t *num_written);
 
 /* Writes a block that kvc_take_new_blocks has listed to a store, as kvc_store_new_blocks does, on any thread: for

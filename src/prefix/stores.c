@@ -68,6 +68,7 @@ static kvc_status describe(kvc_carrier *c, const kvc_node *node, kvc_departure *
     d->id = node->rows->id;
     d->owner = prefix->owner;
     d->may_have_state = prefix->state_bytes > 0;
+    d->joins = !prefix->num_leaving;
     d->date = c->cache->prefixes.clock;
     memcpy(d->name, node->named.name, sizeof d->name);
     return KVC_OK;
@@ -83,9 +84,31 @@ static kvc_status take_block(kvc_carrier *c, kvc_departure *d, int *is_there) {
     return kvc_unlock(c->cache, status);
 }
 
-/* Sets *size to the bytes of the value that the store has of a block; 0 if it has none, or a damaged one. */
+/* Returns whether a block may have been forgotten since it was taken, with the mutex held. */
+static int has_gone(const kvc_cache *cache, const kvc_departure *d) {
+    return !kvc_node_of(cache, d->id) && cache->prefixes.clock != d->date;
+}
+
+/* Returns the next call, from one on, that is writing a block with a name; NULL: there is none. */
+static kvc_carrier *find_writer(kvc_carrier *c, const uint8_t *name) {
+    while (c && !(c->is_writing && !memcmp(c->block.name, name, KVC_NAME_BYTES))) c = c->next;
+    return c;
+}
+
+/* Returns whether a call is still writing a value of forgotten rows under a name, or about to remove it. */
+static int is_leaving(kvc_cache *cache, const uint8_t *name) {
+    kvc_lock(cache);
+    kvc_carrier *c = find_writer(cache->prefixes.carriers, name);
+    while (c && !has_gone(cache, &c->block)) c = find_writer(c->next, name);
+    kvc_unlock(cache, KVC_OK);
+    return c != NULL;
+}
+
+/* Sets *size to the bytes of the value that the store has of a block; 0 if it has none, a damaged one, or perhaps one
+ * of forgotten rows. */
 static kvc_status find_stored(kvc_carrier *c, const kvc_departure *d, int64_t *size) {
     *size = 0;
+    if (!d->joins || is_leaving(c->cache, d->name)) return KVC_OK;
     KVC_TRY(c->store.read(c->store.user, d->name, c->stored, c->max_bytes, size));
     if (*size > c->max_bytes || kvc_value_check(c->stored, *size, d->name, &d->owner, c->crc) != KVC_OK) *size = 0;
     return KVC_OK;
@@ -115,23 +138,12 @@ static kvc_status join_stored(kvc_carrier *c, const kvc_departure *d, uint8_t **
     return KVC_OK;
 }
 
-/* Returns whether a block may have been forgotten since it was taken, with the mutex held. */
-static int has_gone(const kvc_cache *cache, const kvc_departure *d) {
-    return !kvc_node_of(cache, d->id) && cache->prefixes.clock != d->date;
-}
-
-/* Returns the same of the block that a call is writing. */
+/* Returns whether the block that a call is writing may have been forgotten since it was taken. */
 static int is_forgotten(const kvc_carrier *c) {
     kvc_lock(c->cache);
     const int is_forgotten = has_gone(c->cache, &c->block);
     kvc_unlock(c->cache, KVC_OK);
     return is_forgotten;
-}
-
-/* Returns the next call, from one on, that is writing a block with a name; NULL: there is none. */
-static kvc_carrier *find_writer(kvc_carrier *c, const uint8_t *name) {
-    while (c && !(c->is_writing && !memcmp(c->block.name, name, KVC_NAME_BYTES))) c = c->next;
-    return c;
 }
 
 /* Begins to write a block.  Returns 0 if another call is writing it to this store: that call then writes it again, so
@@ -156,15 +168,6 @@ static int writes_again(kvc_carrier *c) {
     if (again) c->block = c->next_block;
     kvc_unlock(c->cache, KVC_OK);
     return again;
-}
-
-/* Returns whether a call is still writing a value of forgotten rows under a name, or about to remove it. */
-static int is_leaving(kvc_cache *cache, const uint8_t *name) {
-    kvc_lock(cache);
-    kvc_carrier *c = find_writer(cache->prefixes.carriers, name);
-    while (c && !has_gone(cache, &c->block)) c = find_writer(c->next, name);
-    kvc_unlock(cache, KVC_OK);
-    return c != NULL;
 }
 
 static kvc_status read_block(const kvc_carrier *c, const kvc_departure *d, int64_t *size) {
@@ -196,10 +199,12 @@ static kvc_status write_once(kvc_carrier *c, int64_t *size, int64_t *num_written
 
 /* Does the same, or leaves it to another call. */
 static kvc_status write_block(kvc_carrier *c, const kvc_departure *d, int64_t *size, int64_t *num_written) {
-    kvc_status status;
+    kvc_status status = KVC_OK;
     if (!begin_writing(c, d)) return read_block(c, d, size);
-    do status = write_once(c, size, num_written);
-    while (writes_again(c));
+    do {
+        const kvc_status once = write_once(c, size, num_written);
+        if (once != KVC_OK) status = once; /* also where a value stays that could not be removed */
+    } while (writes_again(c));
     return status;
 }
 

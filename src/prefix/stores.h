@@ -11,7 +11,8 @@ typedef struct kvc_departure {
     uint8_t name[KVC_NAME_BYTES];
     kvc_value_owner owner; /* copied, as its prefix may be freed meanwhile */
     int32_t may_have_state;
-    int64_t date; /* cache->prefixes.clock when it was taken */
+    int32_t joins; /* it may be joined with its value in the store, which is of no forgotten rows */
+    int64_t date;  /* cache->prefixes.clock when it was taken */
 } kvc_departure;
 
 /* State of a call of this kind, on its stack.  It is in the list of the cache while it has memory. */

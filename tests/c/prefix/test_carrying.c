@@ -366,9 +366,80 @@ static void test_end_forget(void) {
     end();
 }
 
+static kvc_status end_and_write(void *user, const uint8_t *name, const void *bytes, int64_t size) {
+    CHECK(remove_value(user, name) == KVC_OK && kvc_prefix_end_forget(prefix) == KVC_OK);
+    return write_value(user, name, bytes, size);
+}
+
+/* While the values of forgotten blocks are being removed, a block that is computed again gets no state from them. */
+static void test_joins_nothing_forgotten(void) {
+    enum { FEW = 8 };
+    const kvc_store ending = {.struct_size = sizeof ending, .read = read_value, .write = end_and_write};
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = FEW, .v_dim = FEW};
+    const kvc_tokens tokens = first(BLOCK), all = first(BLOCK + 1);
+    static float ones[BLOCK * FEW];
+    const kvc_put_args put = {.struct_size = sizeof put, .k = ones, .v = ones};
+    uint8_t name[KVC_NAME_BYTES];
+    int64_t num, dropped;
+    int32_t known, with_rows;
+    kvc_batch *batch;
+    for (int i = 0; i < BLOCK * FEW; i++) ones[i] = 1;
+    begin_with(&layer, 1, (kvc_config){0}, 6);
+    for (int again = 0; again < 2; again++) {
+        const int64_t id = kvc_new_sequence(cache);
+        if (again) {
+            CHECK(begin_at_end(cache, id, BLOCK, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+            CHECK(kvc_commit(batch) == KVC_OK);
+        } else {
+            CHECK(feed(cache, 1, id, BLOCK) == KVC_OK);
+            CHECKF(kvc_prefix_checkpoint(prefix, id, &tokens, "secret", 6) == KVC_OK, "%s", kvc_last_error());
+        }
+        CHECK(kvc_prefix_release(prefix, id, &tokens) == KVC_OK);
+        CHECK(kvc_store_new_blocks(cache, again ? &ending : &store, &num) == KVC_OK && num == 1);
+        if (!again) CHECK(kvc_prefix_forget(prefix, &all, name, 1, &num, &dropped) == KVC_OK && dropped == BLOCK);
+    }
+    CHECK(kvc_prefix_clear(prefix) == KVC_OK && fetch(&all, &store) == BLOCK);
+    CHECK(kvc_prefix_lookup(prefix, &all, &known, &with_rows) == KVC_OK && with_rows == BLOCK);
+    CHECKF(known == 0, "a state that was forgotten is known again");
+    end();
+}
+
+static int fails_to_remove;
+
+static kvc_status forget_and_write(void *user, const uint8_t *name, const void *bytes, int64_t size) {
+    const kvc_store same = {.struct_size = sizeof same, .read = read_value, .write = write_value};
+    const kvc_tokens tokens = first(BLOCK);
+    int64_t num, dropped;
+    CHECK(write_value(user, name, bytes, size) == KVC_OK);
+    CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num, &dropped) == KVC_OK && dropped == BLOCK);
+    keep(BLOCK);
+    CHECK(kvc_store_new_blocks(cache, &same, &num) == KVC_OK && num == 0); /* it leaves the block to this call */
+    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
+    return KVC_OK;
+}
+
+static kvc_status fail_to_remove(void *user, const uint8_t *name) {
+    (void)user, (void)name;
+    fails_to_remove = 1;
+    return KVC_ERR_STORE;
+}
+
+/* A value that could not be removed is told, also if the block was to be written again and is gone. */
+static void test_value_that_stays(void) {
+    const kvc_store failing = {
+        .struct_size = sizeof failing, .read = read_value, .write = forget_and_write, .remove = fail_to_remove};
+    int64_t num;
+    begin((kvc_config){0}, 0);
+    keep(BLOCK);
+    CHECK(kvc_store_new_blocks(cache, &failing, &num) == KVC_ERR_STORE && num == 0 && fails_to_remove);
+    end();
+}
+
 int main(void) {
     for (int again = 0; again < 2; again++) test_forgotten_while_written(again);
     test_end_forget();
+    test_joins_nothing_forgotten();
+    test_value_that_stays();
     for (int by_id = 0; by_id < 2; by_id++) test_two_writers(by_id);
     test_gap();
     for (int is_kept = 0; is_kept < 2; is_kept++) test_state_before_rows(is_kept);
