@@ -176,6 +176,15 @@ cdef class Prefix:
             dropped += num
         return dropped
 
+    def end_forgets(self):
+        """End what other threads were forgetting; for a forked child, which does not have them."""
+        cdef kvc_status status = KVC_OK
+        if self.cache.try_enter():
+            with nogil:
+                while status == KVC_OK:
+                    status = kvc_prefix_end_forget(self.handle)
+            self.cache.leave()
+
     def names(self, const int64_t[::1] ids, const uint8_t[:, ::1] digests):
         cdef kvc_tokens tokens = describe(ids, digests)
         cdef int64_t most = tokens.num_tokens // self.cache.block_size(), num = 0

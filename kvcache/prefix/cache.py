@@ -7,7 +7,7 @@ import math
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, SupportsIndex
@@ -547,14 +547,24 @@ class PrefixCache:
                 try:
                     num = self._prefix.forget(*given, self._forgotten)
                 finally:  # blocks may be dropped, too, as when a signal came meanwhile
-                    while self._forgotten:
-                        names = self._forgotten[0]
-                        num_names = bisect_left(range(len(names)), True, key=lambda i: not names[i].any())
-                        doom(name.tobytes().hex() for name in names[:num_names])
-                        self._forgotten.popleft()  # last: a signal's handler that raises before loses nothing
+                    self._hand_over(doom)
             self._store_new()  # so that what waits to be written counts as written before, and is deleted after it
         self._client.delete_doomed()
         return num
+
+    def _hand_over(self, doom: Callable[[Iterable[str]], None]) -> None:
+        """Doom the names of dropped blocks."""
+        while self._forgotten:
+            names = self._forgotten[0]
+            num_names = bisect_left(range(len(names)), True, key=lambda i: not names[i].any())
+            doom(name.tobytes().hex() for name in names[:num_names])
+            self._forgotten.popleft()  # last: a signal's handler that raises before loses nothing
+
+    def _begin_in_child(self) -> None:
+        """End what threads were forgetting that a forked child does not have."""
+        if self._client is not None:
+            self._hand_over(self._client.doom)
+        self._prefix.end_forgets()
 
     def clear(self) -> None:
         """Drop all blocks, pinned ones too. Sequences in use stay as they are, and so does what is in the store."""

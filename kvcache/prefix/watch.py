@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, Protocol, SupportsIndex
 
 from kvcache import _core
 from kvcache.threads import Living
@@ -17,10 +17,16 @@ if TYPE_CHECKING:
     from kvcache.cache import KVCache
 
 
+class Owner(Protocol):
+    """A prefix cache."""
+
+    def _begin_in_child(self) -> None: ...
+
+
 class _Written(NamedTuple):
     """A prefix whose new blocks are written to a store."""
 
-    owner: weakref.ref[object]  # the prefix cache, which blocks that wait to be written keep alive
+    owner: weakref.ref[Owner]  # the prefix cache, which blocks that wait to be written keep alive
     put: Callable[..., object]  # queues a block
 
 
@@ -38,8 +44,11 @@ class Watch:
         """Begin with locks that nobody has; again in a forked child, which lacks the threads that may have had them."""
         self._lock = threading.RLock()  # guards the order in which they are
         self.forgetting = threading.RLock()  # held while a prefix cache takes the names of blocks that it forgets
+        for written in self._written.values():
+            if (owner := written.owner()) is not None:
+                owner._begin_in_child()
 
-    def add(self, user: int, owner: object, put: Callable[..., object]) -> None:
+    def add(self, user: int, owner: Owner, put: Callable[..., object]) -> None:
         """Write the new blocks of a prefix from now on: by `put`, with the name of each and how to make its value.
 
         Each block that waits to be written keeps the owner alive, and so all its blocks stay.

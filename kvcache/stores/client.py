@@ -170,6 +170,10 @@ class StoreClient:
         finally:
             self._shared.stay()
 
+    def doom(self, keys: Iterable[str]) -> None:
+        """Take keys to delete in a forked child, in place of the thread that was forgetting them."""
+        self._shared.doomed.take(keys, self._tenant)
+
     def delete_doomed(self) -> None:
         """Queue the deletion of these keys, and of keys that the store failed to delete before."""
         for key, number in self._shared.doomed.items():

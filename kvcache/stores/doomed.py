@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -90,12 +91,16 @@ class Doomed:
             self._num_forgetting += 1
             self._changed.wait_for(lambda: not self._num_adding, MOST_WAIT)
         try:
-            yield lambda keys: self._keys.update(dict.fromkeys(keys, (number, tenant)))
+            yield partial(self.take, tenant=tenant, number=number)
         finally:
             with self._lock:
                 self._num_forgetting -= 1
                 self.num_forgets += 1
                 self._changed.notify_all()
+
+    def take(self, keys: Iterable[str], tenant: Tenant, number: int | None = None) -> None:
+        """Take keys that a forgetting has found, by default the last one. Takes no lock."""
+        self._keys.update(dict.fromkeys(keys, (self.num_forgets if number is None else number, tenant)))
 
     def wait(self) -> None:
         """Wait until nobody is forgetting: from then on, all keys of blocks that were dropped are known."""

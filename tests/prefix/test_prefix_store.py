@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import threading
 import time
 import weakref
@@ -232,6 +233,30 @@ def test_what_was_forgotten_outlives_prefix_caches(monkeypatch):
     servers.until(lambda: prefix.forget(PROMPT) == 0 and prefix.flush(1))
     assert not client._staying
     assert store == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork()")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_forked_beside_a_forget_reads_the_store():
+    """A thread that only the parent has was forgetting: the child fetches other prompts, and none of that text."""
+    store = {}
+    cache, prefix = make(store, block_size=1)
+    private, public = list(range(400)), list(range(1000, 1010))
+    serve(prefix, cache, public)
+    assert prefix.flush(LONG)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(40):
+            serve(prefix, cache, private)
+            forgetting = pool.submit(prefix.forget, private)
+            while prefix.lookup(private[:9] + public):
+                pass
+            child = os.fork()
+            if child == 0:
+                prefix.clear()
+                is_right = prefix.acquire(public)[1] == 9 and prefix.acquire(private)[1] == 0
+                os._exit(0 if is_right else 1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert forgetting.result() == 400
 
 
 class Held(dict):
