@@ -337,7 +337,7 @@ typedef struct kvc_config {
                               whole (kvc_block_info.bytes) while it has a row or a hold keeps it.  Each token that an
                               acquired sequence is to be fed counts 8 bytes, or 40 with digests.  Pins and events count
                               by their bytes.  The empty cache counts, too (kvc_nbytes), and one block of each layer
-                              group must fit beside it.  Lists that grow with texts do not count */
+                              group must fit beside it.  Of lists, the part in kvc_block_info.bytes counts */
     int32_t num_threads;   /* threads one call uses; 0: kvc_num_threads() at the time of the call */
     const struct kvc_allocator *allocator; /* copied (kvcache_more.h); NULL: the C library, and the operating system's
                                               pages for blocks */
@@ -593,8 +593,8 @@ KVC_API kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const
  * A layer with a window or chunks expires rows.  It keeps the rows that a query at the position of the sequence's last
  * token would see, or as many positions as resume_window says.  Such a layer also uses at most two spare blocks for
  * each sequence, or three with sink tokens.  Sequences that share blocks may use more, and so may sequences that lost
- * tokens to edits or to kvc_commit_kept.  Beside these, the cache keeps at most as many free blocks as this batch took,
- * for the next batch.  Other free blocks go back to the system.
+ * tokens to edits or to kvc_commit_kept.  For the next batch, the cache keeps at most as many free blocks as this batch
+ * took.  Other free blocks go back to the system.
  * Fails with KVC_ERR_INVALID if a token was not put in some layer; the batch is still open then.  Once every token was
  * put, this cannot fail, because kvc_begin has taken all memory that it needs.  If the system refuses the work on OS
  * pages at the end, that work is left out. */

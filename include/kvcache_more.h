@@ -399,8 +399,9 @@ typedef struct kvc_block_info {
     int32_t is_held;    /* not 0: a kvc_hold keeps its rows as they are; they are not reused meanwhile */
     int32_t is_free;    /* not 0: nobody holds a slot; its memory is kept for reuse */
     int32_t reserved;   /* 0 */
-    int64_t bytes;      /* what it counts for max_bytes unless it is free: its rows, its header, and its entry in the
-                           list of blocks.  It is the same for all blocks of a layer group */
+    int64_t bytes;      /* what it counts for max_bytes unless it is free: its rows, its header, and the lists of one
+                           kept block: 300 bytes, and in the first layer group 700 and 8 for each slot more.  It is the
+                           same for all blocks of a layer group */
 } kvc_block_info;
 
 typedef struct kvc_run_info {

@@ -292,10 +292,12 @@ static void find_rows(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slic
     if (!u->rises) u->tangled_rows = is_behind ? u->own_rows : u->slice.num_rows;
 }
 
+enum { SPLIT_ROWS = KVC_SIZE(KVC_SPLIT_ROWS, 4) };
+
 /* Cuts the rows of a slice into splits.  num_slices: number of slices of its sequence. */
 static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *slice) {
     const int64_t most_splits = KVC_TILED_TASKS / ((int64_t)plan->num_kv_heads * num_slices);
-    slice->split_rows = KVC_SIZE(KVC_SPLIT_ROWS, 4);
+    slice->split_rows = SPLIT_ROWS;
     while (slice->tiled && !plan->args.max_chosen && slice->split_rows < slice->num_rows &&
            KVC_DIVIDE_UP(slice->num_rows, slice->split_rows) > most_splits)
         slice->split_rows += slice->split_rows / (slice->split_rows % 3 ? 2 : 3); /* 1, 3/2, 2, 3, 4, 6, 8 ... */
@@ -309,7 +311,7 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
 static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
     const int64_t tasks = (int64_t)plan->num_slices * plan->parts.num;
-    const int64_t unit = slice->selects ? KVC_CHUNK_ROWS : KVC_SIZE(KVC_SPLIT_ROWS, 4);
+    const int64_t unit = slice->selects ? KVC_CHUNK_ROWS : SPLIT_ROWS;
     const int is_whole = threads == 1 || 2 * tasks >= enough;
     const int64_t units = KVC_DIVIDE_UP(slice->num_rows, unit), most_units = INT32_MAX / unit;
     const int64_t of_split = is_whole ? units : KVC_DIVIDE_UP(KVC_DIVIDE_UP(slice->num_rows * tasks, enough), unit);

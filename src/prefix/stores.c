@@ -89,7 +89,7 @@ static int has_gone(const kvc_cache *cache, const kvc_departure *d) {
     return !kvc_node_of(cache, d->id) && cache->prefixes.clock != d->date;
 }
 
-/* Returns the next call, from one on, that is writing a block with a name; NULL: there is none. */
+/* Returns the first call that is writing a block with this name, of c and the calls behind it; NULL: none is. */
 static kvc_carrier *find_writer(kvc_carrier *c, const uint8_t *name) {
     while (c && !(c->is_writing && !memcmp(c->block.name, name, KVC_NAME_BYTES))) c = c->next;
     return c;
@@ -104,8 +104,8 @@ static int is_leaving(kvc_cache *cache, const uint8_t *name) {
     return c != NULL;
 }
 
-/* Sets *size to the bytes of the value that the store has of a block; 0 if it has none, a damaged one, or perhaps one
- * of forgotten rows. */
+/* Sets *size to the bytes of a block's value in the store.  0: there is none, it is damaged, or its rows may have been
+ * forgotten. */
 static kvc_status find_stored(kvc_carrier *c, const kvc_departure *d, int64_t *size) {
     *size = 0;
     if (!d->joins || is_leaving(c->cache, d->name)) return KVC_OK;

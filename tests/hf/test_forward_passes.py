@@ -311,7 +311,7 @@ def test_another_thread_cannot_change_the_cache_of_a_text_that_is_made(name):
 
 
 def test_a_refused_call_leaves_what_a_prefix_cache_is_told():
-    """Else the end of the text would not be found again."""
+    """Otherwise the prefix cache does not find the end of the text again."""
     model, tokens, raised = make(CONFIGS["llama"]()).requires_grad_(False), random_tokens(1, 13), []
     model.set_attn_implementation("kvcache")
     prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, block_size=4), fingerprint="a model")

@@ -105,7 +105,7 @@ SMALL = "-DKVC_SIZE(usual, simulated)=(simulated)"  # as in scheduler.h
 def build(driver, core, folder, changed=()):
     """Build a driver with a core as it is tested, or, for the scheduler, as it is simulated.
 
-    The core has changed sources in the place of those of the same names. Texts are short, and sizes of attention small.
+    A changed source replaces the core's source of the same name. Texts are short, and sizes of attention small.
     """
     if driver == "drive_scheduler":
         return build_simulated(compiling.watched(core, folder), folder, changed)
@@ -129,7 +129,7 @@ def build(driver, core, folder, changed=()):
 
 
 def in_place_of(objects, others):
-    """Return objects, with others in the place of those of the same names."""
+    """Return objects; each of the others replaces the object of its name."""
     names = {Path(path).name for path in others}
     return [*(path for path in objects if Path(path).name not in names), *others]
 

@@ -123,7 +123,7 @@ static kvc_layer any_layer(int l, int rope, int has_prefixes) {
                        .policy = any_policy(l, has_prefixes),
                        .rope = {.kind = pick(3) ? rope : KVC_ROPE_NONE}};
     const int is_turned = layer.rope.kind == KVC_ROPE_FREQUENCIES || layer.rope.kind == KVC_ROPE_FUNCTION;
-    const int transforms = w.theme == ATTENTION ? 1 : 3; /* nearly every row is transformed */
+    const int transforms = w.theme == ATTENTION ? 1 : 3; /* in these worlds, nearly every row is transformed */
     layer.k_type = any_type(is_turned ? layer.rope.kind : 0);
     if (transforms == 1 && pick(4) && layer.rope.kind != KVC_ROPE_FUNCTION)
         layer.k_type = pick(2) ? KVC_INT8 : KVC_Q8_0;
