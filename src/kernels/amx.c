@@ -501,20 +501,19 @@ DEFINE_MULTIPLY_PARTS(kvc_multiply_2_by_1_amxfp16, 1, 2, 1)
               kvc_weigh_bytes_avx512vnni, kvc_sum_bytes_amx,        BLOCK_ROWS}
 
 /* What both tables have in common. */
-#define KVC_AMX                                                                                                      \
-    .begin = kvc_begin_amx, .end = kvc_end_amx, .convert = kvc_convert_avx512bf16, .unpack = kvc_unpack_avx512,      \
-    .largest = kvc_largest_avx512, .encode = kvc_encode_avx512, .round = kvc_round_avx512, .sketch = kvc_sketch_amx, \
-    .tiled_sketches = FEWEST_TILED, .rank[KVC_BF16] = kvc_rank_bf16_avx512bf16, KVC_AVX512_FLOATS,                   \
-    KVC_AVX512VNNI_INTEGERS, KVC_AMX_BYTES,                                                                          \
-    .tiler[KVC_F32] = TILER(kvc_prepare_3_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx,                 \
-                            kvc_multiply_3_by_3_amx, kvc_weigh_3_parts_amx, kvc_multiply_1_by_3_amx),                \
-    .tiler[KVC_BF16] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,              \
-                             kvc_multiply_2_by_1_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_1_amx),               \
-    .tiler[KVC_Q8_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx,              \
-                             kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx),               \
-    .tiler[KVC_Q4_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx,              \
-                             kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx),               \
-    .decoded = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_decoded_amx, kvc_pack_values_decoded_amx,                \
+#define KVC_AMX                                                                                              \
+    .begin = kvc_begin_amx, .end = kvc_end_amx, .convert = kvc_convert_avx512bf16, .sketch = kvc_sketch_amx, \
+    .tiled_sketches = FEWEST_TILED, .rank[KVC_BF16] = kvc_rank_bf16_avx512bf16, KVC_AVX512_FLOATS,           \
+    KVC_AVX512VNNI_INTEGERS, KVC_AMX_BYTES,                                                                  \
+    .tiler[KVC_F32] = TILER(kvc_prepare_3_parts_amx, kvc_pack_keys_f32_amx, kvc_pack_values_f32_amx,         \
+                            kvc_multiply_3_by_3_amx, kvc_weigh_3_parts_amx, kvc_multiply_1_by_3_amx),        \
+    .tiler[KVC_BF16] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_bf16_amx, kvc_pack_values_bf16_amx,      \
+                             kvc_multiply_2_by_1_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_1_amx),       \
+    .tiler[KVC_Q8_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q8_0_amx, kvc_pack_values_q8_0_amx,      \
+                             kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx),       \
+    .tiler[KVC_Q4_0] = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_q4_0_amx, kvc_pack_values_q4_0_amx,      \
+                             kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx),       \
+    .decoded = TILER(kvc_prepare_2_parts_amx, kvc_pack_keys_decoded_amx, kvc_pack_values_decoded_amx,        \
                      kvc_multiply_2_by_2_amx, kvc_weigh_2_parts_amx, kvc_multiply_1_by_2_amx)
 
 const kvc_kernels kvc_kernels_amx = {

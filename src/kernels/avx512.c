@@ -9,12 +9,7 @@
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 
-DEFINE_CONVERT(kvc_convert_avx512)
-DEFINE_UNPACK(kvc_unpack_avx512)
-DEFINE_LARGEST(kvc_largest_avx512)
-DEFINE_TIMES(kvc_times_avx512)
-DEFINE_ENCODE(kvc_encode_avx512)
-DEFINE_ROUND(kvc_round_avx512)
+DEFINE_FLOATS(avx512)
 
 /* Rows that fill no 16 lanes, as of heads of 40 or 72, are left to AVX2: a tail of their own took longer. */
 DEFINE_WHOLE_SCORE(kvc_score_f32_avx512, KVC_F32, kvc_score_f32_avx2)
@@ -23,34 +18,17 @@ DEFINE_WHOLE_SCORE(kvc_score_bf16_avx512, KVC_BF16, kvc_score_bf16_avx2)
 DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_f32_avx512, KVC_F32, kvc_accumulate_f32_avx2)
 DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_f16_avx512, KVC_F16, kvc_accumulate_f16_avx2)
 DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_bf16_avx512, KVC_BF16, kvc_accumulate_bf16_avx2)
-
-DEFINE_PACK_KEYS(kvc_pack_keys_f32_avx512, KVC_F32)
-DEFINE_PACK_KEYS(kvc_pack_keys_f16_avx512, KVC_F16)
-DEFINE_PACK_KEYS(kvc_pack_keys_bf16_avx512, KVC_BF16)
-DEFINE_PACK_VALUES(kvc_pack_values_f32_avx512, KVC_F32)
-DEFINE_PACK_VALUES(kvc_pack_values_f16_avx512, KVC_F16)
-DEFINE_PACK_VALUES(kvc_pack_values_bf16_avx512, KVC_BF16)
-
-DEFINE_SCALE(kvc_scale_avx512)
 TARGET void kvc_prepare_bf16_avx512(float *q, int q_stride, int num_q, int dim, float scale) {
     if (dim % LANES)
         kvc_scale_avx2(q, q_stride, num_q, dim, scale);
     else
         scale_evens_first(q, q_stride, num_q, dim, scale);
 }
-DEFINE_SOFTMAX(kvc_softmax_avx512)
-DEFINE_MATMUL(kvc_matmul_avx512)
-DEFINE_HADAMARD(kvc_hadamard_avx512)
-DEFINE_MAKE_SKETCHES(kvc_make_sketches_avx512)
-DEFINE_WEIGH_PIECES(kvc_weigh_pieces_avx512)
-DEFINE_RANK(kvc_rank_f32_avx512, KVC_F32)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512, KVC_Q4_0)
-DEFINE_SCORE(kvc_score_q8_0_avx512, KVC_Q8_0)
-DEFINE_SCORE(kvc_score_q4_0_avx512, KVC_Q4_0)
-DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512, KVC_Q8_0)
-DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512, KVC_Q4_0)
+DEFINE_ROWS(avx512, q8_0, KVC_Q8_0)
+DEFINE_ROWS(avx512, q4_0, KVC_Q4_0)
 
 /* Of AVX2: 20 KB less, and few processors have these instructions and no dot products of integers. */
 extern kvc_score_fn kvc_score_int8_avx2;
@@ -59,12 +37,7 @@ extern kvc_accumulate_fn kvc_accumulate_int8_avx2;
 const kvc_kernels kvc_kernels_avx512 = {
     .name = "avx512",
     .convert = kvc_convert_avx512,
-    .unpack = kvc_unpack_avx512,
-    .largest = kvc_largest_avx512,
-    .encode = kvc_encode_avx512,
-    .round = kvc_round_avx512,
     KVC_AVX512_FLOATS,
-    KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,
     .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512, kvc_score_q8_0_avx512},
     .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512, kvc_score_q4_0_avx512},

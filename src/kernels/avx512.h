@@ -7,23 +7,9 @@
 
 #define KVC_AVX512_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
 
-extern kvc_convert_fn kvc_convert_avx512;
-extern kvc_unpack_fn kvc_unpack_avx512;
-extern kvc_largest_fn kvc_largest_avx512;
-extern kvc_times_fn kvc_times_avx512;
-extern kvc_encode_fn kvc_encode_avx512;
-extern kvc_round_fn kvc_round_avx512;
-extern kvc_score_fn kvc_score_f32_avx512, kvc_score_f16_avx512, kvc_score_bf16_avx512;
-extern kvc_accumulate_fn kvc_accumulate_f32_avx512, kvc_accumulate_f16_avx512, kvc_accumulate_bf16_avx512;
-extern kvc_pack_keys_fn kvc_pack_keys_f32_avx512, kvc_pack_keys_f16_avx512, kvc_pack_keys_bf16_avx512;
-extern kvc_pack_values_fn kvc_pack_values_f32_avx512, kvc_pack_values_f16_avx512, kvc_pack_values_bf16_avx512;
-extern kvc_prepare_fn kvc_scale_avx512, kvc_prepare_bf16_avx512;
-extern kvc_softmax_fn kvc_softmax_avx512;
-extern kvc_matmul_fn kvc_matmul_avx512;
-extern kvc_hadamard_fn kvc_hadamard_avx512;
-extern kvc_make_sketches_fn kvc_make_sketches_avx512;
-extern kvc_weigh_pieces_fn kvc_weigh_pieces_avx512;
-extern kvc_rank_fn kvc_rank_f32_avx512, kvc_rank_int8_avx512vnni, kvc_rank_bf16_avx512bf16;
+KVC_DECLARE_FLOATS(avx512);
+extern kvc_prepare_fn kvc_prepare_bf16_avx512;
+extern kvc_rank_fn kvc_rank_int8_avx512vnni, kvc_rank_bf16_avx512bf16;
 extern kvc_sketch_fn kvc_sketch_avx512vnni;
 
 extern kvc_prepare_fn kvc_prepare_q8_0_avx512vnni, kvc_prepare_q4_0_avx512vnni;
@@ -48,25 +34,11 @@ extern kvc_prepare_fn kvc_prepare_bf16_avx512bf16;
 extern kvc_score_fn kvc_score_bf16_avx512bf16;
 
 /* What the tables of all these sets have in common, tilers and conversions aside. */
-#define KVC_AVX512_FLOATS                                                                                           \
-    .score[KVC_F32] = {kvc_scale_avx512, kvc_score_f32_avx512},                                                     \
-    .score[KVC_F16] = {kvc_scale_avx512, kvc_score_f16_avx512},                                                     \
-    .score[KVC_BF16] = {kvc_prepare_bf16_avx512, kvc_score_bf16_avx512},                                            \
-    .accumulate[KVC_F32] = kvc_accumulate_f32_avx512, .accumulate[KVC_F16] = kvc_accumulate_f16_avx512,             \
-    .accumulate[KVC_BF16] = kvc_accumulate_bf16_avx512, .matmul = kvc_matmul_avx512, .softmax = kvc_softmax_avx512, \
-    .times = kvc_times_avx512, .scale = kvc_scale_avx512, .hadamard = kvc_hadamard_avx512,                          \
-    .make_sketches = kvc_make_sketches_avx512, .weigh_pieces = kvc_weigh_pieces_avx512,                             \
-    .rank[KVC_F32] = kvc_rank_f32_avx512
+#define KVC_AVX512_FLOATS KVC_FLOATS(avx512), KVC_ROWS(avx512, bf16, KVC_BF16, kvc_prepare_bf16_avx512)
 
 /* Tilers that multiply panels of floats. */
-#define KVC_AVX512_TILER_F32 \
-    .tiler[KVC_F32] =        \
-        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_f32_avx512, kvc_pack_values_f32_avx512, kvc_matmul_avx512)
-#define KVC_AVX512_TILERS                                                                                           \
-    .tiler[KVC_F16] =                                                                                               \
-        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_f16_avx512, kvc_pack_values_f16_avx512, kvc_matmul_avx512), \
-    .tiler[KVC_BF16] =                                                                                              \
-        KVC_FLOAT_TILER(kvc_scale_avx512, kvc_pack_keys_bf16_avx512, kvc_pack_values_bf16_avx512, kvc_matmul_avx512)
+#define KVC_AVX512_TILERS \
+    KVC_PANELS(avx512, f32, KVC_F32), KVC_PANELS(avx512, f16, KVC_F16), KVC_PANELS(avx512, bf16, KVC_BF16)
 
 extern kvc_pack_keys_fn kvc_pack_keys_int8_avx512vnni, kvc_pack_keys_int6_avx512vnni, kvc_pack_keys_int4_avx512vnni;
 extern kvc_pack_values_fn kvc_pack_values_int8_avx512vnni, kvc_pack_values_int6_avx512vnni,
@@ -98,21 +70,15 @@ extern kvc_sum_bytes_fn kvc_sum_bytes_avx512vnni;
     .bytes = {kvc_pack_byte_keys_avx512vnni, kvc_pack_byte_values_avx512vnni, kvc_score_bytes_avx512vnni, \
               kvc_weigh_bytes_avx512vnni,    kvc_sum_bytes_avx512vnni,        24}
 
-#define KVC_AVX512VNNI_INTEGERS                                                                                     \
-    .rank[KVC_INT8] = kvc_rank_int8_avx512vnni,                                                                     \
-    .score[KVC_Q8_0] = {kvc_prepare_q8_0_avx512vnni, kvc_score_q8_0_avx512vnni},                                    \
-    .score[KVC_Q4_0] = {kvc_prepare_q4_0_avx512vnni, kvc_score_q4_0_avx512vnni},                                    \
-    .accumulate[KVC_Q8_0] = kvc_accumulate_q8_0_avx512vnni, .accumulate[KVC_Q4_0] = kvc_accumulate_q4_0_avx512vnni, \
-    .score[KVC_Q4_1] = {kvc_prepare_q4_1_avx512vnni, kvc_score_q4_1_avx512vnni},                                    \
-    .score[KVC_Q5_0] = {kvc_prepare_q5_0_avx512vnni, kvc_score_q5_0_avx512vnni},                                    \
-    .score[KVC_Q5_1] = {kvc_prepare_q5_1_avx512vnni, kvc_score_q5_1_avx512vnni},                                    \
-    .score[KVC_IQ4_NL] = {kvc_prepare_iq4_nl_avx512vnni, kvc_score_iq4_nl_avx512vnni},                              \
-    .score[KVC_INT8] = {kvc_prepare_scaled_avx512vnni, kvc_score_int8_avx512vnni},                                  \
-    .score[KVC_INT6] = {kvc_prepare_scaled_avx512vnni, kvc_score_int6_avx512vnni},                                  \
-    .score[KVC_INT4] = {kvc_prepare_scaled_avx512vnni, kvc_score_int4_avx512vnni},                                  \
-    .accumulate[KVC_INT8] = kvc_accumulate_int8_avx512vnni, .accumulate[KVC_INT6] = kvc_accumulate_int6_avx512vnni, \
-    .accumulate[KVC_INT4] = kvc_accumulate_int4_avx512vnni, .accumulate[KVC_Q4_1] = kvc_accumulate_q4_1_avx512vnni, \
-    .accumulate[KVC_Q5_0] = kvc_accumulate_q5_0_avx512vnni, .accumulate[KVC_Q5_1] = kvc_accumulate_q5_1_avx512vnni, \
-    .accumulate[KVC_IQ4_NL] = kvc_accumulate_iq4_nl_avx512vnni
+#define KVC_AVX512VNNI_INTEGERS                                                                                    \
+    .rank[KVC_INT8] = kvc_rank_int8_avx512vnni, KVC_ROWS(avx512vnni, q8_0, KVC_Q8_0, kvc_prepare_q8_0_avx512vnni), \
+    KVC_ROWS(avx512vnni, q4_0, KVC_Q4_0, kvc_prepare_q4_0_avx512vnni),                                             \
+    KVC_ROWS(avx512vnni, q4_1, KVC_Q4_1, kvc_prepare_q4_1_avx512vnni),                                             \
+    KVC_ROWS(avx512vnni, q5_0, KVC_Q5_0, kvc_prepare_q5_0_avx512vnni),                                             \
+    KVC_ROWS(avx512vnni, q5_1, KVC_Q5_1, kvc_prepare_q5_1_avx512vnni),                                             \
+    KVC_ROWS(avx512vnni, iq4_nl, KVC_IQ4_NL, kvc_prepare_iq4_nl_avx512vnni),                                       \
+    KVC_ROWS(avx512vnni, int8, KVC_INT8, kvc_prepare_scaled_avx512vnni),                                           \
+    KVC_ROWS(avx512vnni, int6, KVC_INT6, kvc_prepare_scaled_avx512vnni),                                           \
+    KVC_ROWS(avx512vnni, int4, KVC_INT4, kvc_prepare_scaled_avx512vnni)
 
 #endif

@@ -36,12 +36,7 @@ DEFINE_RANK(kvc_rank_bf16_avx512bf16, KVC_BF16)
 const kvc_kernels kvc_kernels_avx512bf16 = {
     .name = "avx512bf16",
     .convert = kvc_convert_avx512bf16,
-    .unpack = kvc_unpack_avx512,
-    .largest = kvc_largest_avx512,
-    .encode = kvc_encode_avx512,
-    .round = kvc_round_avx512,
     KVC_AVX512_FLOATS,
-    KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,
     KVC_AVX512VNNI_TILER,
     KVC_AVX512VNNI_BYTES,

@@ -28,10 +28,8 @@ DEFINE_BYTES(avx512vnni)
 
 DEFINE_PREPARE(kvc_prepare_q8_0_avx512vnni, KVC_Q8_0)
 DEFINE_PREPARE(kvc_prepare_q4_0_avx512vnni, KVC_Q4_0)
-DEFINE_SCORE(kvc_score_q8_0_avx512vnni, KVC_Q8_0)
-DEFINE_SCORE(kvc_score_q4_0_avx512vnni, KVC_Q4_0)
-DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avx512vnni, KVC_Q8_0)
-DEFINE_ACCUMULATE(kvc_accumulate_q4_0_avx512vnni, KVC_Q4_0)
+DEFINE_ROWS(avx512vnni, q8_0, KVC_Q8_0)
+DEFINE_ROWS(avx512vnni, q4_0, KVC_Q4_0)
 DEFINE_SCALED(int8, KVC_INT8)
 DEFINE_SCALED(int6, KVC_INT6)
 DEFINE_SCALED(int4, KVC_INT4)
@@ -93,12 +91,7 @@ TARGET void kvc_accumulate_panels_avx512vnni(float *c, int ldc, const float *a, 
 const kvc_kernels kvc_kernels_avx512vnni = {
     .name = "avx512vnni",
     .convert = kvc_convert_avx512,
-    .unpack = kvc_unpack_avx512,
-    .largest = kvc_largest_avx512,
-    .encode = kvc_encode_avx512,
-    .round = kvc_round_avx512,
     KVC_AVX512_FLOATS,
-    KVC_AVX512_TILER_F32,
     KVC_AVX512_TILERS,
     KVC_AVX512VNNI_TILER,
     KVC_AVX512VNNI_BYTES,

@@ -26,10 +26,8 @@ extern kvc_sum_bytes_fn kvc_sum_bytes_avxvnni;
 
 DEFINE_BYTES(avxvnni)
 
-DEFINE_SCORE(kvc_score_q8_0_avxvnni, KVC_Q8_0)
-DEFINE_SCORE(kvc_score_int8_avxvnni, KVC_INT8)
-DEFINE_ACCUMULATE(kvc_accumulate_q8_0_avxvnni, KVC_Q8_0)
-DEFINE_ACCUMULATE(kvc_accumulate_int8_avxvnni, KVC_INT8)
+DEFINE_ROWS(avxvnni, q8_0, KVC_Q8_0)
+DEFINE_ROWS(avxvnni, int8, KVC_INT8)
 
 const kvc_kernels kvc_kernels_avxvnni = {
     .name = "avxvnni",

@@ -180,3 +180,29 @@
                      kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {                    \
         accumulate_codes(type, acc, acc_stride, factor, weights, num_q, pieces, row_stride, n, dim);   \
     }
+
+/* The kernels that every set of vectors has: conversions, floats, and what chooses rows.  Scores and sums of floats
+ * stand apart: AVX-512 leaves some of them to AVX2. */
+#define DEFINE_FLOATS(set)                        \
+    DEFINE_CONVERT(kvc_convert_##set)             \
+    DEFINE_UNPACK(kvc_unpack_##set)               \
+    DEFINE_LARGEST(kvc_largest_##set)             \
+    DEFINE_TIMES(kvc_times_##set)                 \
+    DEFINE_ENCODE(kvc_encode_##set)               \
+    DEFINE_ROUND(kvc_round_##set)                 \
+    DEFINE_PANELS(set, f32, KVC_F32)              \
+    DEFINE_PANELS(set, f16, KVC_F16)              \
+    DEFINE_PANELS(set, bf16, KVC_BF16)            \
+    DEFINE_SCALE(kvc_scale_##set)                 \
+    DEFINE_SOFTMAX(kvc_softmax_##set)             \
+    DEFINE_MATMUL(kvc_matmul_##set)               \
+    DEFINE_HADAMARD(kvc_hadamard_##set)           \
+    DEFINE_MAKE_SKETCHES(kvc_make_sketches_##set) \
+    DEFINE_WEIGH_PIECES(kvc_weigh_pieces_##set)   \
+    DEFINE_RANK(kvc_rank_f32_##set, KVC_F32)
+#define DEFINE_PANELS(set, name, type)                   \
+    DEFINE_PACK_KEYS(kvc_pack_keys_##name##_##set, type) \
+    DEFINE_PACK_VALUES(kvc_pack_values_##name##_##set, type)
+#define DEFINE_ROWS(set, name, type)             \
+    DEFINE_SCORE(kvc_score_##name##_##set, type) \
+    DEFINE_ACCUMULATE(kvc_accumulate_##name##_##set, type)

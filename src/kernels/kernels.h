@@ -365,6 +365,39 @@ typedef struct kvc_kernels {
     kvc_weigh_pieces_fn *weigh_pieces;
 } kvc_kernels;
 
+/* Declares the kernels of DEFINE_FLOATS, and of DEFINE_ROWS for floats (instantiate.h). */
+#define KVC_DECLARE_FLOATS(set)                                                                                 \
+    extern kvc_convert_fn kvc_convert_##set;                                                                    \
+    extern kvc_unpack_fn kvc_unpack_##set;                                                                      \
+    extern kvc_largest_fn kvc_largest_##set;                                                                    \
+    extern kvc_times_fn kvc_times_##set;                                                                        \
+    extern kvc_encode_fn kvc_encode_##set;                                                                      \
+    extern kvc_round_fn kvc_round_##set;                                                                        \
+    extern kvc_score_fn kvc_score_f32_##set, kvc_score_f16_##set, kvc_score_bf16_##set;                         \
+    extern kvc_accumulate_fn kvc_accumulate_f32_##set, kvc_accumulate_f16_##set, kvc_accumulate_bf16_##set;     \
+    extern kvc_pack_keys_fn kvc_pack_keys_f32_##set, kvc_pack_keys_f16_##set, kvc_pack_keys_bf16_##set;         \
+    extern kvc_pack_values_fn kvc_pack_values_f32_##set, kvc_pack_values_f16_##set, kvc_pack_values_bf16_##set; \
+    extern kvc_prepare_fn kvc_scale_##set;                                                                      \
+    extern kvc_softmax_fn kvc_softmax_##set;                                                                    \
+    extern kvc_matmul_fn kvc_matmul_##set;                                                                      \
+    extern kvc_hadamard_fn kvc_hadamard_##set;                                                                  \
+    extern kvc_make_sketches_fn kvc_make_sketches_##set;                                                        \
+    extern kvc_weigh_pieces_fn kvc_weigh_pieces_##set;                                                          \
+    extern kvc_rank_fn kvc_rank_f32_##set
+
+/* These kernels in a table, by the types of rows that they are for. */
+#define KVC_FLOATS(set)                                                                                               \
+    .unpack = kvc_unpack_##set, .largest = kvc_largest_##set, .encode = kvc_encode_##set, .round = kvc_round_##set,   \
+    .matmul = kvc_matmul_##set, .softmax = kvc_softmax_##set, .times = kvc_times_##set, .scale = kvc_scale_##set,     \
+    .hadamard = kvc_hadamard_##set, .make_sketches = kvc_make_sketches_##set, .weigh_pieces = kvc_weigh_pieces_##set, \
+    .rank[KVC_F32] = kvc_rank_f32_##set, KVC_ROWS(set, f32, KVC_F32, kvc_scale_##set),                                \
+    KVC_ROWS(set, f16, KVC_F16, kvc_scale_##set)
+#define KVC_ROWS(set, name, type, prepare) \
+    .score[type] = {prepare, kvc_score_##name##_##set}, .accumulate[type] = kvc_accumulate_##name##_##set
+#define KVC_PANELS(set, name, type)                                                                               \
+    .tiler[type] = KVC_FLOAT_TILER(kvc_scale_##set, kvc_pack_keys_##name##_##set, kvc_pack_values_##name##_##set, \
+                                   kvc_matmul_##set)
+
 extern const kvc_kernels kvc_kernels_scalar;
 #if defined(__x86_64__) && defined(__GNUC__)
 #define KVC_HAVE_AVX2 1
