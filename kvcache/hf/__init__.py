@@ -20,15 +20,14 @@ the cache returns dense tensors, as any other does. `HFEncoderDecoderCache` is f
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvcache.hf.attention import NAME, attention, flex_attention
-from kvcache.hf.cache import HFCache
-from kvcache.hf.calls import register_calls
+from kvcache.hf.attention import attention, flex_attention
+from kvcache.hf.cache import HFCache, HFEncoderDecoderCache
+from kvcache.hf.dense import NAME
 from kvcache.hf.enabling import disable, enable
-from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.engine import Engine
-from kvcache.hf.generation import register
-from kvcache.hf.masks import make_mask
-from kvcache.hf.models.minimax import register_minimax
+from kvcache.hf.generation import register, register_calls
+from kvcache.hf.lazy import make_mask
+from kvcache.hf.models import register_models
 from kvcache.hf.requests import Request
 
 __all__ = ["NAME", "Engine", "HFCache", "HFEncoderDecoderCache", "Request", "disable", "enable"]
@@ -38,4 +37,4 @@ AttentionInterface.register("flex_attention", flex_attention)
 AttentionMaskInterface.register(NAME, make_mask)
 register()
 register_calls()
-register_minimax()
+register_models()

@@ -10,15 +10,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.errors import NotSupportedError
 from kvcache.hf.choosing import Chosen
-from kvcache.hf.compressing import Compressed
-from kvcache.hf.latents import Expansion
-from kvcache.hf.layers import Layer, LayerRows, Rows
-from kvcache.hf.lazy import elements_of
-from kvcache.hf.masks import ChosenMask, Mask
-from kvcache.hf.padding import count_leading, masked_ranges, refuse_padding, shown_columns
+from kvcache.hf.dense import NAME
+from kvcache.hf.layers import Expansion, Layer, LayerRows, Rows
+from kvcache.hf.lazy import ChosenMask, Mask, elements_of
 from kvcache.hf.passes import ForwardPass
+from kvcache.hf.pooling import Compressed
+from kvcache.hf.told import count_leading, masked_ranges, refuse_padding, shown_columns
 
-NAME = "kvcache"
 UNKNOWN = {"sinks"}  # what a few models pass to their own attention only
 SPECIAL = {"position_bias", *UNKNOWN}  # what the kernels have no argument for, beside dropout
 

@@ -9,10 +9,8 @@ import torch
 from transformers import GenerationMixin, Pipeline, PreTrainedConfig
 
 from kvcache.errors import NotSupportedError
-from kvcache.hf.attention import NAME
-from kvcache.hf.cache import HFCache
-from kvcache.hf.dense import OWN
-from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
+from kvcache.hf.cache import HFCache, HFEncoderDecoderCache
+from kvcache.hf.dense import NAME, OWN
 from kvcache.hf.layers import check_dtype
 from kvcache.hf.state import types_of
 from kvcache.layer import DTypeLike

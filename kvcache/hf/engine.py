@@ -14,12 +14,11 @@ import torch
 
 from kvcache.arguments import INT32_MAX, integer
 from kvcache.errors import CacheFullError
-from kvcache.hf.attention import NAME
 from kvcache.hf.cache import HFCache
+from kvcache.hf.dense import NAME
 from kvcache.hf.enabling import implementations, served
-from kvcache.hf.packed import Packed, Part
+from kvcache.hf.packed import Packed, Part, Running
 from kvcache.hf.requests import Request
-from kvcache.hf.running import Running
 from kvcache.policy import most_rows
 from kvcache.prefix import PrefixCache
 from kvcache.system import available_memory

@@ -10,12 +10,11 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from kvcache import KVCache
 from kvcache.errors import NotSupportedError
-from kvcache.hf.compressing import SharedLayer
-from kvcache.hf.decode import Decoder
-from kvcache.hf.indexing import IndexKeys
+from kvcache.hf.choosing import IndexKeys
+from kvcache.hf.dense import Decoder
 from kvcache.hf.layers import Layer
 from kvcache.hf.passes import Passes
-from kvcache.hf.pooling import PooledKeys
+from kvcache.hf.pooling import PooledKeys, SharedLayer
 from kvcache.hf.recurrent import KEYS, ROWS, Recurrent
 from kvcache.prefix import PrefixCache
 

@@ -1,7 +1,9 @@
-"""Let ``generate`` make a cache where ``cache_implementation="kvcache"`` asks for one.
+"""Let transformers make caches, tell them what is fed, and hand them the prompts of ``generate``.
 
-The same for a model that was given to `kvcache.hf.enable`. Also let it hand its prompt to a cache that may hold the
-beginning of another text, or have a prefix cache.
+``generate`` makes a cache where ``cache_implementation="kvcache"`` asks for one, or for a model that was given to
+`kvcache.hf.enable`. It hands its prompt to a cache that may hold the beginning of another text, or have a prefix cache.
+Each call of a model tells its cache where it begins and ends, and which tokens it feeds. A cache with a prefix cache
+keeps the rows of these tokens alone. A cache whose layers read other layers' rows needs its batch until the call ends.
 """
 
 from __future__ import annotations
@@ -10,26 +12,43 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import configuration_utils
 
 from kvcache.cache import KVCache
-from kvcache.hf.attention import NAME
-from kvcache.hf.cache import HFCache
+from kvcache.hf.cache import HFCache, HFEncoderDecoderCache
+from kvcache.hf.dense import NAME
 from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
-from kvcache.hf.encoder_decoder import HFEncoderDecoderCache
 from kvcache.hf.images import SOME, Images, check_sizes, features_behind, images_of
-from kvcache.hf.pieces import PieceByPiece
 from kvcache.hf.policies import read_config
-from kvcache.hf.texts import begin_anew, begin_source, begin_text, check_given, check_longer, end_text, leave_text
-from kvcache.hf.told import CACHE, FEATURES, TYPES, given_cache, has_others, name_cache, widened, without_images
+from kvcache.hf.texts import (
+    PieceByPiece,
+    begin_anew,
+    begin_source,
+    begin_text,
+    check_given,
+    check_longer,
+    end_text,
+    leave_text,
+)
+from kvcache.hf.told import (
+    CACHE,
+    FEATURES,
+    NEW_NAME,
+    TYPES,
+    given_cache,
+    has_others,
+    name_cache,
+    widened,
+    without_images,
+)
 from kvcache.prefix import PrefixCache
 from kvcache.warning import warn
 
@@ -408,3 +427,68 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
         raise
     finally:
         _running.set(outer)
+
+
+call_model: Any = PreTrainedModel.__call__
+# The cache of the call that runs. A model calls parts that are models, too: these are fed what the first call makes.
+_called: ContextVar[HFCache | None] = ContextVar("_called", default=None)
+
+
+def register_calls() -> None:
+    """Have each model of transformers tell its cache which tokens it is fed.
+
+    The cache itself sees only keys and values. transformers has no hook for the calls of all models: their method is
+    replaced.
+    """
+    if PreTrainedModel.__call__ is call_model:
+        kind: Any = PreTrainedModel
+        kind.__call__ = _call_model
+
+
+@functools.wraps(call_model)
+def _call_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a model, and tell its cache of the call, unless a call around this one did."""
+    if CACHE != NEW_NAME and isinstance(kwargs.get(NEW_NAME), (HFCache, HFEncoderDecoderCache)):
+        name_cache(kwargs)
+    token = None
+    for cache in (*args, *kwargs.values()):
+        if isinstance(cache, HFCache) and cache.follows_calls:
+            token = _begin_call(cache, self, args, kwargs)
+            break
+    if token is None:
+        return call_model(self, *args, **kwargs)
+    has_failed = True
+    try:
+        result = call_model(self, *args, **kwargs)
+        has_failed = False
+    finally:
+        _end_call(cache, token, has_failed)
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types
+def _begin_call(
+    cache: HFCache, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Token[HFCache | None] | None:
+    """Tell a cache what a call feeds, and return what `_end_call` takes; None: a call around this one has told it.
+
+    In training, rows follow from chance as well (dropout): then the cache is told nothing, and keeps no prompts.
+    """
+    inputs, is_part = dict(zip(_names_of(type(model).forward), args, strict=False)) | kwargs, _called.get() is cache
+    if model.training and not is_part and (cache.takes_prompt or cache.is_acquired):
+        warn("kvcache: the prefix cache keeps nothing of a model in training mode: call model.eval() first")
+    cache.tell({} if model.training else inputs, is_part)
+    return None if is_part else _called.set(cache)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types
+def _end_call(cache: HFCache, token: Token[HFCache | None], has_failed: bool) -> None:
+    """End what `_begin_call` began."""
+    _called.reset(token)
+    cache.tell_end(has_failed)
+
+
+@functools.cache
+def _names_of(forward: Callable[..., Any]) -> list[str]:
+    """Return the names of a method's arguments, in order."""
+    return [*inspect.signature(forward).parameters][1:]

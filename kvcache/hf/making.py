@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvcache.hf.compressing import SharedLayer
-from kvcache.hf.decode import Decoder
-from kvcache.hf.indexing import IndexedLatentLayer, IndexedLayer, IndexKeys
-from kvcache.hf.latents import LatentLayer
-from kvcache.hf.layers import CrossLayer, Layer
+from kvcache.hf.choosing import IndexedLatentLayer, IndexedLayer, IndexKeys
+from kvcache.hf.dense import Decoder
+from kvcache.hf.layers import CrossLayer, LatentLayer, Layer
 from kvcache.hf.passes import Passes
 from kvcache.hf.policies import Part
-from kvcache.hf.pooling import Pooled, PooledKeys
+from kvcache.hf.pooling import Pooled, PooledKeys, SharedLayer
 from kvcache.hf.recurrent import MixedLayer
 from kvcache.policy import CrossAttention
 

@@ -1,4 +1,4 @@
-"""Rows and keys that stand for several tokens each.
+"""Rows and keys that stand for several tokens each, also beside the rows of a window, as in DeepSeek V4.
 
 The cache holds them in a layer with a row for every n-th token. It holds what is not pooled yet in a layer with a
 window.
@@ -7,18 +7,21 @@ window.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvcache.batch import Batch
 from kvcache.errors import NotSupportedError
 from kvcache.hf.choosing import Choice, Query
-from kvcache.hf.decode import Decoder
+from kvcache.hf.dense import Decoder
 from kvcache.hf.layers import Layer, check_new
-from kvcache.hf.padding import count_leading, shown_columns
+from kvcache.hf.lazy import shown_by
 from kvcache.hf.passes import ForwardPass, Passes
+from kvcache.hf.told import count_leading, shown_columns
 from kvcache.policy import FullAttention, SlidingWindow
 
 OWN_FORWARD = (
@@ -161,3 +164,80 @@ def _columns_of(blocks: Tensor | None, query: Query, has_tail: bool, taken: Take
         columns = torch.cat((columns, torch.where(tail <= positions, tail, -1)), -1)
     offsets = torch.tensor(taken.this_pass.offsets)[:, None, None]
     return torch.where((columns < 0) | (positions < 0), -1, columns + offsets).int()
+
+
+class SharedLayer(Layer):
+    """A layer whose keys are the values, too."""
+
+    compressed: Pooled | None = None  # the rows beside its own
+    index_keys: PooledKeys | None = None  # by which tokens choose among these
+
+    def pack(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return the keys alone."""
+        return (k,)
+
+    def begin(self, new: Tensor, padding: Tensor | None) -> None:
+        """Begin the batch of the pass that brought these rows; `padding` says which tokens so far the mask shows."""
+        this_pass = self.passes.last
+        assert this_pass is not None
+        if not this_pass.is_open:
+            self.passes.open(this_pass, len(new), new.shape[2], padding)
+
+    def store_compression_weights(self, *args: Any) -> NoReturn:
+        """Raise NotSupportedError: only the model's own function calls this."""
+        raise NotSupportedError(OWN_FORWARD.format("attention"))
+
+
+class Compressed(NamedTuple):
+    """Rows that stand for several tokens each, which the tokens of a pass see beside a layer's own rows."""
+
+    rows: Pooled
+    taken: Taken
+    chosen: npt.NDArray[np.int32] | None  # the blocks that each token chose; None: all
+
+    def attend(self, batch: Batch, q: Tensor, options: dict[str, Any]) -> Any:
+        """Attend over the rows, with some of these options; return what `Batch.attend` takes as `prior`."""
+        given = {name: options[name] for name in ("scale", "precision", "layout", "out")}
+        if self.chosen is not None:
+            given |= {"chosen": self.chosen, "chosen_block": self.rows.block}
+        return batch.attend(self.rows.index, q, return_lse=True, **given)
+
+    def join(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Append the rows, as dense tensors, to keys and values, and what tokens see of them to a mask.
+
+        Keys and values are ``[batch, 1, columns, dim]``. The mask, ``[batch, 1, queries, columns]``, is of bool, or is
+        added to scores.
+        """
+        num_rows = int((self.taken.positions.max() + 1).clamp(min=0)) // self.rows.block
+        rows, shown = self._dense(key, num_rows), self._shown(num_rows)
+        if mask is None:
+            mask = shown.new_ones(*shown.shape[:3], key.shape[2])
+        if mask.dtype != torch.bool:
+            shown = torch.zeros(shown.shape, dtype=mask.dtype).masked_fill(~shown, torch.finfo(mask.dtype).min)
+        mask = torch.cat((mask.expand(len(shown), -1, -1, -1), shown), -1)
+        return torch.cat((key, rows), 2), torch.cat((value, rows), 2), mask
+
+    def _dense(self, like: Tensor, num_rows: int) -> Tensor:
+        """Return the rows of each sequence, ``[batch, 1, rows, dim]``; one with fewer has zeros behind them."""
+        layer, taken = self.rows, self.taken
+        passes = layer.passes
+        dense = like.new_zeros(len(like), 1, num_rows, like.shape[3])
+        with passes.turns.lock:  # until the rows are decoded, no other cache may end the pass, which adds some
+            for rows, seq_id in zip(dense, passes.seq_ids, strict=True):
+                num_stored = passes.cache.seq_len(seq_id, layer=layer.index)
+                stored, _ = layer.decoder.decode_rows(layer.index, [seq_id], num_stored)
+                rows[:, :num_stored] = stored[0]
+        if taken.made is not None:
+            batch_indices, columns = taken.places
+            dense[batch_indices, 0, taken.positions[batch_indices, columns] // layer.block] = taken.made
+        return dense
+
+    def _shown(self, num_rows: int) -> Tensor:
+        """Return which rows each token sees, of bool, ``[batch, 1, tokens, rows]``."""
+        positions = self.taken.positions
+        shown = torch.arange(num_rows) < (positions[:, None, :, None] + 1) // self.rows.block
+        if self.chosen is None:
+            return shown
+        blocks = torch.full((*positions.shape, self.chosen.shape[-1]), -1)
+        blocks[positions >= 0] = torch.from_numpy(self.chosen[:, 0]).long()
+        return shown & shown_by(blocks.unsqueeze(1), num_rows)

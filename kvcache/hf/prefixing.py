@@ -9,8 +9,8 @@ import torch
 
 from kvcache.hf.feeding import FedBatch
 from kvcache.hf.images import Images
-from kvcache.hf.padding import check_rows, count_fed
 from kvcache.hf.prompts import Prompt, Prompts, prompts_of
+from kvcache.hf.told import check_rows, count_fed
 
 
 class PrefixedBatch(FedBatch):

@@ -18,9 +18,17 @@ from kvcache.arguments import INT64_MAX
 from kvcache.arrays import Precision, to_precision
 from kvcache.errors import CacheFullError, NotSupportedError
 from kvcache.hf.images import Images
-from kvcache.hf.padding import count_leading, shown_columns
 from kvcache.hf.policies import BY_ONE_TOKEN, both_ways, rotation_by_length
-from kvcache.hf.told import FEATURES, UNKNOWN, Tokens, has_positions, tokens_fed, without_images
+from kvcache.hf.told import (
+    FEATURES,
+    UNKNOWN,
+    Tokens,
+    count_leading,
+    has_positions,
+    shown_columns,
+    tokens_fed,
+    without_images,
+)
 from kvcache.layer import Layer
 from kvcache.prefix import PrefixCache
 

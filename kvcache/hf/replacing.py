@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from kvcache.hf.dense import model_of
+from kvcache.hf.layers import expand
 from kvcache.hf.told import NAMES_OF_CACHE, NEW_NAME, given_cache
 
 # Takes `own`, the module, and the arguments of the method by name, with a cache as `cache`. `own` is the method itself:
 # called without arguments it does what the model does, and it takes other arguments in place of some.
 Replacement: TypeAlias = Callable[..., Any]
+REPLACED: dict[
+    str, dict[str, Replacement]
+] = {}  # methods of classes, by the type of model: `kvcache.hf.models` has them
 
 
 @functools.cache
@@ -39,3 +45,29 @@ def replace(kind: type[Any], name: str, replacement: Replacement) -> None:
         return replacement(own, module, **given)
 
     setattr(kind, name, replaced)
+
+
+def replacements(kind: type[Any]) -> list[tuple[Any, str, Replacement]]:
+    """Return the methods to replace in models that have this class of configuration: class, name, and function.
+
+    All attentions with latents have a method `expand_kv`. Models whose methods have other names run their own code.
+    """
+    model = model_of(kind)
+    if model is None:
+        return []
+    code = inspect.getmodule(model)
+    paths = ((path.split("."), replacement) for path, replacement in REPLACED.get(kind.model_type, {}).items())
+    known = ((getattr(code, owner, None), name, replacement) for (owner, name), replacement in paths)
+    found = [(owner, name, replacement) for owner, name, replacement in known if hasattr(owner, name)]
+    attentions = (owner for owner in vars(code).values() if isinstance(owner, type) and "expand_kv" in vars(owner))
+    return [*found, *((owner, "expand_kv", expand) for owner in attentions)]
+
+
+_installing = threading.Lock()  # a method replaced twice would take lazy tensors for those that the model makes
+
+
+def install(kind: type[Any]) -> None:
+    """Replace the methods of models that have this class of configuration."""
+    with _installing:
+        for owner, name, replacement in replacements(kind):
+            replace(owner, name, replacement)

@@ -27,7 +27,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
 
 import kvcache.hf  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.decode import Decoder  # noqa: E402 - it imports those
+from kvcache.hf.dense import Decoder  # noqa: E402 - it imports those
 from kvcache.hf.told import CACHE  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers, and that dense tensors are used

@@ -9,12 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvcache.hf import HFCache, decode  # noqa: E402 - it imports those
+from kvcache.hf import HFCache, dense  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")
 
 LAYERS, HEADS, DIM = 3, 2, 64
-TOKENS = decode.WORTH_KEEPING // (4 * HEADS * DIM)  # whose keys of f32 are the least whose memory is used again
+TOKENS = dense.WORTH_KEEPING // (4 * HEADS * DIM)  # whose keys of f32 are the least whose memory is used again
 CONFIG = transformers.LlamaConfig(
     hidden_size=HEADS * DIM, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=HEADS, vocab_size=97
 )
@@ -189,7 +189,7 @@ MODELS = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_tokens(name, attention, padding, monkeypatch):
-    monkeypatch.setattr(decode, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(dense, "WORTH_KEEPING", 0)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation=attention).eval()
     tokens = torch.randint(2, 97, (2, 13), generator=torch.Generator().manual_seed(1))

@@ -628,7 +628,7 @@ def fail_elsewhere(model, cache, tokens):
 
 def test_a_pass_that_failed_elsewhere(monkeypatch):
     """Another thread's pass that never goes on is named; `reset` ends it."""
-    monkeypatch.setattr("kvcache.hf.turns.STALLED", 0.5)
+    monkeypatch.setattr("kvcache.hf.passes.STALLED", 0.5)
     model = model_of("llama")
     model.set_attn_implementation("kvcache")
     prefix, tokens = prefix_for(model), random_tokens(1, 20)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from support.hf_pairs import HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.pieces import PieceByPiece  # noqa: E402 - it imports those
+from kvcache.hf.texts import PieceByPiece  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvcache.hf import latents, models  # noqa: E402 - it imports those
+from kvcache.hf import replacing  # noqa: E402 - it imports those
+from kvcache.hf.layers import expand  # noqa: E402 - as above
 from kvcache.hf.models import (  # noqa: E402 - it imports those
-    REPLACED,
     deepseek_v4,
     deepseek_v32,
     glm5_next,
@@ -20,8 +20,8 @@ from kvcache.hf.models import (  # noqa: E402 - it imports those
     minimax_m3_vl,
     mistral_large4,
     qwen4_exp,
-    replacements,
 )
+from kvcache.hf.replacing import REPLACED, replacements  # noqa: E402 - as above
 
 # Digests of the source that each function stands for, by the first version of transformers that has it. Somebody has
 # read these, and found that the function does the same.
@@ -32,7 +32,7 @@ READ = {
     glm5_next.choose: {"5.23": "9ae93cd369a3", "5.24": "66575baacb82"},
     glm5_next.make_mask: {"5.23": "ec33b58c7689"},
     hy_v4.choose: {"5.23": "5657afa6a7bb", "5.24": "1dc7cea02eef"},
-    latents.expand: {"5.23": "44c910b29abd"},
+    expand: {"5.23": "44c910b29abd"},
     minimax_m3_vl.choose: {"5.23": "a2cd7f4feb57", "5.24": "83606351ef7f"},
     mistral_large4.choose: {"5.23": "73a9258f1ca0", "5.24": "cc77e0d2bf12"},
     qwen4_exp.choose: {"5.23": "5b998d399ae7", "5.24": "d4ef05fac7a7"},
@@ -73,8 +73,8 @@ def test_threads_replace_a_method_once(monkeypatch):
             return kv_nope, k_rot
 
     own = Attention.expand_kv
-    monkeypatch.setattr(models, "replacements", lambda kind: [(Attention, "expand_kv", latents.expand)])
-    threads = [threading.Thread(target=models.install, args=(object,)) for _ in range(3)]
+    monkeypatch.setattr(replacing, "replacements", lambda kind: [(Attention, "expand_kv", expand)])
+    threads = [threading.Thread(target=replacing.install, args=(object,)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

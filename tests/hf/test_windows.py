@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
-from kvcache.hf.pieces import PieceByPiece  # noqa: E402
 from kvcache.hf.policies import RESUME, block_size_for  # noqa: E402
+from kvcache.hf.texts import PieceByPiece  # noqa: E402
 from kvcache.models.shapes import PREFILL_TOKENS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:kvcache. the rows of every layer")

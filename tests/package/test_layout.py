@@ -17,6 +17,9 @@ import kvcache
 
 MOST_FUNCTION_LINES = 60
 MOST_FILE_LINES = 600  # docstrings aside
+# Of kvcache/hf, with kvcache/hf/models as one file; a file is one floor above the highest that it imports.
+MOST_HF_FILES = 28
+MOST_HF_FLOORS = 15
 
 LAYERS = [
     "base",
@@ -211,6 +214,23 @@ def test_no_modules_import_each_other_in_a_circle():
     inside = [f"{module} imports {other}" for circle in circles for module in circle for other in circle & used[module]]
     members = {module for circle in circles for module in circle}
     compare(members, MODULES_IN_A_CIRCLE, "in a circle (" + "; ".join(sorted(inside)) + ")")
+
+
+def floors(used):
+    """The floor of each module, of what each imports; no circle may be among them."""
+
+    def floor(module):
+        return 1 + max(map(floor, used[module] & used.keys()), default=0)
+
+    return {module: floor(module) for module in used}
+
+
+def test_a_reader_of_what_serves_transformers_climbs_few_floors():
+    assert floors({"a": {"b", "c"}, "b": {"c", "os"}, "c": set()}) == {"a": 3, "b": 2, "c": 1}
+    folder, used = python_sources.PACKAGE / "hf", python_sources.imports_between_modules()
+    found = floors({name: used[name] for name in used if (name + ".").startswith("kvcache.hf.")})
+    files = {path for path in folder.iterdir() if path.suffix == ".py" or path.name == "models"}
+    assert (len(files), max(found.values())) == (MOST_HF_FILES, MOST_HF_FLOORS)
 
 
 def imported(folder):

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcache.hf.choosing import Choice, Query
-from kvcache.hf.indexing import HeldKeys, IndexKeys
-from kvcache.hf.masks import Plane
+from kvcache.hf.choosing import Choice, HeldKeys, IndexKeys, Query
+from kvcache.hf.lazy import Plane
 
 
 def choose(

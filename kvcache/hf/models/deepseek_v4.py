@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcache.hf.attention import NAME
 from kvcache.hf.choosing import Query
-from kvcache.hf.compressing import Compressed, SharedLayer
-from kvcache.hf.masks import Mask
+from kvcache.hf.dense import NAME
+from kvcache.hf.lazy import Mask
 from kvcache.hf.passes import Passes
-from kvcache.hf.pooling import Places, Taken
+from kvcache.hf.pooling import Compressed, Places, SharedLayer, Taken
 
 
 def attend(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcache.hf.choosing import Query
-from kvcache.hf.masks import ChosenMask
+from kvcache.hf.lazy import ChosenMask
 from kvcache.hf.pooling import PooledKeys
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcache.hf.masks import Plane
+from kvcache.hf.lazy import Plane
 from kvcache.hf.models.deepseek_v32 import choose_tokens
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvcache.hf.masks import Plane
+from kvcache.hf.lazy import Plane
 from kvcache.hf.models.deepseek_v32 import choose_tokens, rotate_first
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcache.errors import NotSupportedError
 from kvcache.hf.choosing import Query
-from kvcache.hf.masks import ChosenMask, Mask
+from kvcache.hf.lazy import ChosenMask, Mask
 from kvcache.hf.pooling import PooledKeys
 
 
