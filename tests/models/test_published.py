@@ -4,14 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from support.published_files import WHOLE
-from support.published_further import FURTHER, SAVED
-from support.published_models import PUBLISHED as ABRIDGED
-from support.published_models import UNSUPPORTED
-from support.published_others import OTHERS
+from support.published_models import PUBLISHED, SAVED, UNSUPPORTED
 
 import kvcache
-from kvcache.models import classes, guard, shapes
+from kvcache.models import guard, shapes
 from kvcache.models.configuration import read_config
 from kvcache.policy import FullAttention
 from kvcache.rope import Rope
@@ -20,7 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*model_type 'new' is not known. compare its layers"),
     pytest.mark.filterwarnings("ignore:.*there is no model_type. compare its layers"),
 ]
-PUBLISHED = {**ABRIDGED, **WHOLE, **FURTHER, **OTHERS}
 SOME = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
 
 
@@ -279,13 +274,6 @@ def test_speech_and_text():
         assert (shape.max_seq_len, shape.layers[-1].policy.max_len) == expected
     frames = {"model_type": "speech_to_text", "max_source_positions": 6000}
     assert shapes.read(frames).layers[-1].policy.max_len == 1500
-
-
-def test_each_compared_type_has_a_published_file():
-    files = [form.config for form in PUBLISHED.values()] + [config for _, config in UNSUPPORTED.values()]
-    read = [read_config(config) for config in files]
-    known = {name for config in read for name in [*config.sequence("model_types"), config.get("model_type")]}
-    assert known >= classes.COMPARED
 
 
 def test_a_window_of_layers_that_nobody_knows_is_warned_of():

@@ -8,10 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.c_sources import load_tool
-from support.published_files import WHOLE
-from support.published_further import FURTHER
 from support.published_models import PUBLISHED
-from support.published_others import OTHERS
 from support.rotation import rotated
 
 import kvcache
@@ -115,26 +112,13 @@ def test_every_configuration_with_a_text_decoder(name, tmp_path):
         assert sum(isinstance(layer.policy, CrossAttention) for layer in shape.layers) * 2 == len(shape.layers)
 
 
-FORMS = {
-    name: form.config
-    for name, form in (PUBLISHED | WHOLE | FURTHER | OTHERS).items()
-    if form.config.get("model_type") in CONFIG_MAPPING
-}
+FORMS = {name: form.config for name, form in PUBLISHED.items() if form.config.get("model_type") in CONFIG_MAPPING}
 READ_OTHERWISE = {
-    **dict.fromkeys(["DBRX", "DBRX, whole"], "its class does not read attn_config's base"),
-    "GLM 10B of 2022": "is another model of the same type",
-    "GLM-4.1V 9B": "its class reads no rotation from a flat file",
     "JetMoE 8B": "its class does not read num_layers",
-    "Llama 3.1, params.json": "its class does not read such names",
-    "Qwen3-ASR 1.7B": "its class does not read thinker_config",
-    "Whisper large v3, MLX": "its class does not read such names",
     "MiMo V2 Flash": "its class has one more token in windows",
 }
-UNREADABLE = {  # transformers' class refuses these, or makes something else of them
-    "EXAONE 4.0 32B", "Falcon-H1 34B", "Florence-2 base, own code", "Llama 4 Maverick, whole",
-    "MPT with a window", "MPT with rotations", "MPT, later form", "Phi-3 medium 128k",
-    "Replit code v1.5 3B", "ZAYA1 8B, first revision", "Zamba2 7B",
-}  # fmt: skip
+# transformers' class refuses these, or makes something else of them
+UNREADABLE = {"EXAONE 4.0 32B", "MPT, later form", "ZAYA1 8B, first revision"}
 
 
 @pytest.mark.filterwarnings("ignore")
