@@ -21,31 +21,29 @@ from kvcache import system
 from kvcache.stores import valkey
 from kvcache.stores.client import StoreStats
 from kvcache.stores.directory import DirectoryStore
-from kvcache.stores.tiered import Tiered
 from kvcache.stores.valkey import ValkeyStore
 
-__all__ = ["DirectoryStore", "StoreStats", "Tiered", "ValkeyStore", "open"]
+__all__ = ["DirectoryStore", "StoreStats", "ValkeyStore", "open"]
 
 
-def open(url: str | list[str] | tuple[str, ...]) -> DirectoryStore | ValkeyStore | Tiered:
-    """Open a store by its address, or several as tiers by theirs.
+def open(url: str) -> DirectoryStore | ValkeyStore:
+    """Open a store by its address.
 
     Parameters
     ----------
-    url : str, or list of str
+    url : str
         ``dir:PATH`` is a `DirectoryStore`. ``valkey://HOST:PORT/DATABASE`` and ``valkey+cluster://HOST:PORT`` are a
         `ValkeyStore`, also with ``valkeys``, ``redis`` or ``rediss`` in place of ``valkey``. Keyword arguments of these
         classes follow as options: ``dir:~/prefixes?max_bytes=20GiB``, ``valkey://localhost?ttl=3600&timeout=0.5``. A
         question mark, an ampersand or a percent sign elsewhere is written ``%3F``, ``%26`` or ``%25``; so is each
-        special character of a password, and an ``@`` in an option of a server. A list of addresses, the fastest store
-        first, is a `Tiered`: ``["dir:~/prefixes?max_bytes=20GiB", "valkey://HOST:PORT/0"]``.
+        special character of a password, and an ``@`` in an option of a server.
 
     Raises
     ------
     ValueError
         If the address is of no known kind, or an option is unknown or unsuitable.
     TypeError
-        If `url` is neither a str nor a list of them.
+        If `url` is no str.
     OSError
         If the folder cannot be made or used.
     ImportError
@@ -59,12 +57,6 @@ def open(url: str | list[str] | tuple[str, ...]) -> DirectoryStore | ValkeyStore
     >>> store.max_bytes
     21474836480
     """
-    if isinstance(url, list | tuple):
-        return Tiered(*map(_open_one, url))
-    return _open_one(url)
-
-
-def _open_one(url: str) -> DirectoryStore | ValkeyStore:
     shown = valkey.shown(url)
     address, _, query = url.partition("?")
     scheme, _, path = address.partition(":")

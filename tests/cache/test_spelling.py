@@ -9,11 +9,11 @@ import pytest
 
 import kvcache
 from kvcache.models.configuration import NAMES
-from kvcache.stores import DirectoryStore, Tiered, ValkeyStore
+from kvcache.stores import DirectoryStore, ValkeyStore
 
 MADE_BY_OTHERS = {"Batch", "Block", "PrefixEvent", "PrefixStats", "Run", "Span"}
 CLASSES = [getattr(kvcache, name) for name in kvcache.__all__ if name[0].isupper() and name not in MADE_BY_OTHERS]
-CONSTRUCTORS = [kind for kind in CLASSES if not issubclass(kind, Exception)] + [DirectoryStore, Tiered, ValkeyStore]
+CONSTRUCTORS = [kind for kind in CLASSES if not issubclass(kind, Exception)] + [DirectoryStore, ValkeyStore]
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,6 @@ def make_cluster(folder):
 
 
 @contextlib.contextmanager
-def make_tiers(folder):
-    """A folder that holds few values in front of a dictionary."""
-    yield stores.Tiered(stores.open(f"dir:{folder}?max_bytes=500"), {})
-
-
-@contextlib.contextmanager
 def make_zict_file(folder):
     zict = pytest.importorskip("zict")
     yield zict.File(folder)
@@ -91,7 +85,6 @@ MAKERS = [
     make_directory,
     make_server,
     pytest.param(make_cluster, marks=pytest.mark.slow),
-    make_tiers,
     make_zict_file,
     make_zict_buffer,
     make_zict_func,
