@@ -1,6 +1,6 @@
 """Which sequences are stored, and what memory is free: decisions of Python.
 
-tests/c/pass/test_unstored.c holds what a sequence that is not stored computes, and what stays of it.
+tests/world holds what a sequence that is not stored computes, and what stays of it.
 """
 
 import copy
