@@ -1167,7 +1167,6 @@ class KVCache(Saveable):
         """Return the blocks that hold the rows of a layer and its group, all at one moment.
 
         The layers of one policy share blocks. Blocks in use and blocks kept for reuse are listed, by index.
-        `kvcache.plot.blocks` draws them.
 
         Examples
         --------

@@ -158,7 +158,7 @@ def test_the_documentation_is_built_without_a_warning(installed):
     )
     assert 'href="huggingface.html"' in index[index.index("begin with") :]
     assert re.search(r"<dl.*?<dt><code[^>]*><span class=\"pre\">policy</span>", guide, re.S), "its lists of definitions"
-    for name in ("hf.HFCache", "hf.HFEncoderDecoderCache", "runner.Llama", "plot.blocks"):
+    for name in ("hf.HFCache", "hf.HFEncoderDecoderCache", "runner.Llama", "plot.memory"):
         assert f'id="kvcache.{name}"' in api
 
 

@@ -30,16 +30,6 @@ def new_axes():
     return Figure(figsize=(3.3, 2.5), layout="constrained").add_subplot()
 
 
-def put(batch, n):
-    batch.put(0, *np.ones((2, n, 1, 1), np.float32))
-
-
-def feed(cache, seq_id, n):
-    first = cache.next_position(seq_id)
-    with cache.batch(positions=range(first, first + n), seq_ids=[seq_id] * n) as batch:
-        put(batch, n)
-
-
 # ---- memory
 
 
@@ -164,169 +154,29 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-@pytest.mark.parametrize("n", [1, 2, 23])
-def test_visibility(policy, n):
-    (image,) = kvcache.plot.visibility(policy, n).images
-    expected = [[states(policy, query, position) for position in range(n)] for query in range(n)]
-    np.testing.assert_array_equal(image.get_array(), expected)
-    with KVCache(1, 1, 1, None, policy=policy).batch(n) as batch:  # in one go
-        put(batch, n)
-        np.testing.assert_array_equal(image.get_array() == SEEN, batch.dense(0)[2] == 0)
-
-
-@pytest.mark.parametrize("stride", [2, 3, 8])
-@pytest.mark.parametrize("n", [1, 2, 23])
-def test_visibility_of_rows_for_several_positions(stride, n):
-    """A row shows at each position that it stands for."""
-    policy = FullAttention(stride=stride)
-    (image,) = kvcache.plot.visibility(policy, n).images
-    with KVCache(2, 1, 1, None, policy=[FullAttention(), policy]).batch(n) as batch:
-        put(batch, n)
-        batch.put(1, *np.ones((2, n // stride, 1, 1), np.float32))
-        seen = np.repeat(batch.dense(1)[2] == 0, stride, axis=1)
-    expected = np.full((n, n), LATER)
-    expected[:, : seen.shape[1]][seen] = SEEN
-    np.testing.assert_array_equal(image.get_array(), expected)
-
-
-def test_visibility_of_cross_attention():
-    (image,) = kvcache.plot.visibility(CrossAttention(7), 3).images
-    np.testing.assert_array_equal(image.get_array(), np.full((3, 7), SEEN))
-
-
-def test_visibility_explains_its_colours():
-    ax = kvcache.plot.visibility(SlidingWindow(4, resume_window=6), 12)
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["seen", "only kept", "dropped"]
-    assert ax.get_title("left") == "SlidingWindow\nwindow=4, resume_window=6"
-    ax = kvcache.plot.visibility(FullAttention(), 12)
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["seen"]
-    assert ax.get_title("left") == "FullAttention"
-
-
-@pytest.mark.parametrize(
-    ("policy", "n", "error", "words"),
-    [
-        (None, 8, TypeError, "policy=None: must be of type FullAttention or SlidingWindow or"),
-        ("full", 8, TypeError, "policy='full': must be of type"),
-        (FullAttention(), 0, ValueError, "num_tokens=0: must be at least 1"),
-        (FullAttention(), "8", TypeError, "num_tokens='8': an integer is needed"),
-    ],
-)
-def test_visibility_refuses(policy, n, error, words):
-    with pytest.raises(error, match=words):
-        kvcache.plot.visibility(policy, n)
-
-
 # ---- blocks
-
-
-@pytest.fixture
-def cache():
-    """Blocks with slots of every state."""
-    cache = KVCache(
-        1, 1, 1, None, policy=SlidingWindow(9, num_sink_tokens=1), rope=False, max_sequences=None, block_size=8
-    )
-    feed(cache, 3, 10)
-    cache.fork(3, -7)
-    feed(cache, 3, 4)
-    feed(cache, -7, 5)
-    feed(cache, 20, 6)
-    cache.remove(2, 4, seq_id=20)
-    feed(cache, 21, 9)
-    cache.clear(21)
-    return cache
-
-
-def test_blocks(cache):
-    (image,) = kvcache.plot.blocks(cache).images
-    blocks = cache.blocks()
-    cells = image.get_array()
-    assert cells.shape == (len(blocks), 8)
-    for block, row in zip(blocks, cells, strict=True):
-        for slot, state in enumerate(row):
-            held = {
-                seq_id
-                for seq_id, runs in block.holders.items()
-                if any(0 <= slot - run.slot < run.count for run in runs)
-            }
-            if held:
-                expected = SHARED if len(held) > 1 else HELD + [-7, 3, 20].index(*held)
-            else:
-                expected = FREE if block.is_free else WASTED if slot < block.filled else UNFILLED
-            assert state == expected
-    stats = cache.stats()
-    assert (cells >= SHARED).sum() == stats["live_slots"]
-    assert (cells == WASTED).sum() == stats["wasted_slots"]
-    assert (cells == FREE).all(axis=1).sum() == stats["blocks_free"]
-    assert set(np.unique(cells)) == {FREE, UNFILLED, WASTED, SHARED, HELD, HELD + 1, HELD + 2}
-
-
-def test_blocks_are_explained(cache):
-    ax = kvcache.plot.blocks(cache)
-    words = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert words == ["sequence -7", "sequence 3", "sequence 20", "shared", "wasted", "not filled", "free"]
-    assert {text.get_text() for text in ax.texts} == {"-7", "3", "20", "-7, 3"}
-
-
-def test_blocks_of_many_sequences():
-    cache = KVCache(1, 1, 1, None, max_sequences=None, block_size=2)
-    for seq_id in range(30):
-        feed(cache, seq_id, 1)
-    ax = kvcache.plot.blocks(cache)
-    np.testing.assert_array_equal(ax.images[0].get_array()[:, 0], HELD + np.arange(30))
-    words = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert words[0] == "sequences 0, 6, 12 …"
-    assert len(words) == 7
-
-
-def test_blocks_of_nothing():
-    cache = KVCache(1, 1, 1, None)
-    assert [text.get_text() for text in kvcache.plot.blocks(cache).texts] == ["no blocks yet"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        (("cache",), TypeError, "cache='cache': must be of type KVCache"),
-        ((KVCache(1, 1, 1, None), 1), IndexError, "layer=1: the layers are 0 to 0"),
-    ],
-)
-def test_blocks_refuses(arguments, error, words):
-    with pytest.raises(error, match=words):
-        kvcache.plot.blocks(*arguments)
 
 
 # ---- all of them
 
 
-def draw_all(cache, new=lambda: None):
+def draw(ax=None):
     caches = {"f16": KVCache(1, 1, 128, None), "q8_0": KVCache(1, 1, 128, None, dtype="q8_0")}
-    yield kvcache.plot.memory(caches, 1000, new())
-    yield kvcache.plot.visibility(SlidingWindow(4, num_sink_tokens=1, resume_window=6), 12, new())
-    yield kvcache.plot.blocks(cache, 0, new())
+    return kvcache.plot.memory(caches, 1000, ax)
 
 
-def test_axes_that_are_given_are_drawn_into(cache):
-    for ax in draw_all(cache):
-        assert len(ax.figure.axes) == 1
-    given = []
-
-    def new():
-        given.append(new_axes())
-        return given[-1]
-
-    assert list(draw_all(cache, new)) == given
+def test_axes_that_are_given_are_drawn_into():
+    given = new_axes()
+    assert draw(given) is given
+    assert len(draw().figure.axes) == len(given.figure.axes) == 1
     with pytest.raises(TypeError, match="ax=3: must be of type Axes"):
-        list(draw_all(cache, lambda: 3))
+        draw(3)
 
 
-def test_nothing_is_cut_off(cache):
+def test_nothing_is_cut_off():
     """Not at a column's width either, and however long names are."""
     name = "a name that is far longer than the picture is wide, and what is said after that, and then some more words"
-    feed(cache, 10**18, 3)
-    axes = [kvcache.plot.memory({name: KVCache(1, 1, 128, None)}, 1000, new_axes())]
-    for ax in [*axes, *draw_all(cache), *draw_all(cache, new_axes)]:
+    for ax in (kvcache.plot.memory({name: KVCache(1, 1, 128, None)}, 1000, new_axes()), draw(), draw(new_axes())):
         ax.figure.draw_without_rendering()
         drawn, (width, height) = ax.figure.get_tightbbox(), ax.figure.get_size_inches()
         assert drawn.x0 > -0.02
@@ -341,7 +191,7 @@ def test_pyplot_is_left_alone():
     code = """
 import sys, io, kvcache.plot, matplotlib
 before = matplotlib.rcParams.copy()
-ax = kvcache.plot.visibility(kvcache.FullAttention(), 4)
+ax = kvcache.plot.memory({"f32": kvcache.KVCache(1, 1, 1, None)}, 4)
 for kind in ("png", "svg", "pdf"):
     ax.figure.savefig(io.BytesIO(), format=kind)
 assert "matplotlib.pyplot" not in sys.modules
