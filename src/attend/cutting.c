@@ -29,9 +29,8 @@
  *     segments    A [0, 4)   A [37, 64)   B [64, 100)   [100, 101), the batch's own row
  *     num_rows    4 + 27 + 36 + 1 = 68, which are one split
  *
- * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries
- * gives the slices of a sequence (kvc_count_slices, kvc_list_slices), visit_own_rows the segments of the batch's own
- * rows (count_own_rows, kvc_list_segments).
+ * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries for
+ * slices (kvc_count_slices, kvc_list_slices), visit_own_rows for the batch's own rows (count_own_rows, list_segment).
  */
 #include "attend/cutting.h"
 
@@ -256,6 +255,7 @@ static void count_own_rows(void *context, const kvc_run *segment, int32_t token)
     (void)token;
     u->own_rises &= !u->own_segments || segment->position > u->last_position;
     u->own_segments++;
+    u->new_segments += segment->position >= u->new_from;
     u->own_rows += segment->count;
     u->rises &= segment->position > u->last_position;
     u->own_from = (int32_t)kvc_smaller(u->own_from, segment->position);
@@ -438,7 +438,8 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_sl
                                                 .num_tokens = rest < cut.tokens ? rest : cut.tokens,
                                                 .tiled = cut.way,
                                                 .tile_rows = tile_rows},
-                                      .may_share = cut.num_slices == 1};
+                                      .may_share = cut.num_slices == 1,
+                                      .new_from = i ? slices[-1].own.end : 0};
             find_rows(plan, shown, slices, marks);
             cut_rows(plan, cut.num_slices, &slices->slice);
         }
@@ -461,26 +462,40 @@ static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
     return begin + 1;
 }
 
-/* Adds a segment to the plan; context: the kvc_plan. */
+/* Segments of a plan from `first` on, which are being listed. */
+typedef struct listing {
+    kvc_plan *plan;
+    int64_t first;
+} listing;
+
+/* Adds a segment; the batch's own rows go to the last one if they lie behind it.  context: the listing. */
 static void list_segment(void *context, const kvc_run *segment, int32_t token) {
-    kvc_plan *plan = context;
-    plan->segments[plan->num_segments++] =
-        (kvc_segment){.rows = segment->block ? segment->block->rows : NULL,
-                      .slot = segment->slot,
-                      .count = segment->count,
-                      .position = segment->position,
-                      .delta_index = segment->delta ? find_delta_index(plan, segment->delta) : 0,
-                      .token = token};
+    const listing *list = context;
+    kvc_plan *plan = list->plan;
+    const kvc_segment next = {.rows = segment->block ? segment->block->rows : NULL,
+                              .slot = segment->slot,
+                              .count = segment->count,
+                              .position = segment->position,
+                              .delta_index = segment->delta ? find_delta_index(plan, segment->delta) : 0,
+                              .token = token};
+    kvc_segment *const to = plan->segments + plan->num_segments;
+    if (plan->num_segments > list->first && to[-1].token >= 0 && kvc_extends(to - 1, &next))
+        to[-1].count += next.count;
+    else
+        plan->segments[plan->num_segments++] = next;
 }
 
 int kvc_goes_on(const kvc_plan *plan, const kvc_new_slice *before, const kvc_new_slice *u) {
     if (before->slice.sequence != u->slice.sequence) return 0;
     if (u->slice.by_token) return 1; /* its sequence has the same segments for all */
-    return u->own_rises && !plan->batch->parents && memcmp(&before->stored, &u->stored, sizeof u->stored) == 0 &&
-           before->own.sinks == u->own.sinks && before->own.low == u->own.low && before->own.end <= u->own.end;
+    const kvc_reach *first = &before->own, *next = &u->own;
+    if (!u->own_rises || plan->batch->parents || first->sinks != next->sinks || first->end > next->end) return 0;
+    if (first->low == next->low) return memcmp(&before->stored, &u->stored, sizeof u->stored) == 0;
+    return before->rises && u->rises && !next->sinks && first->low < next->low && before->stored.end == u->stored.end;
 }
 
-int64_t kvc_most_segments(const kvc_new_slice *u) {
+int64_t kvc_most_segments(const kvc_new_slice *u, int goes_on) {
+    if (goes_on) return u->slice.by_token ? 0 : u->new_segments;
     const int64_t stored = (int64_t)(u->num_runs - u->first_run) * (u->stored.sinks ? 2 : 1);
     if (!u->slice.by_token || !u->tangled_rows) return stored + u->own_segments;
     return (u->tangled_rows > u->own_rows ? 0 : stored) + u->tangled_rows; /* sort_rows takes one for each row */
@@ -529,41 +544,57 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
         return;
     }
     const query_cut cut = queries_of(plan->batch, &plan->args, slice->sequence);
-    const int64_t first = plan->num_segments;
+    listing list = {plan, plan->num_segments};
     kvc_new_slice all = *from;
     all.slice.first = cut.first;
     all.slice.num_tokens = cut.end - cut.first;
-    for (int32_t i = 0; i < from->num_runs; i++) visit_run(&from->stored, &from->runs[i], -1, list_segment, plan);
-    slice->first_own_segment = from->tangled_rows > from->own_rows ? first : plan->num_segments;
-    visit_own_rows(plan, &all, marks, list_segment, plan);
+    for (int32_t i = 0; i < from->num_runs; i++) visit_run(&from->stored, &from->runs[i], -1, list_segment, &list);
+    slice->first_own_segment = from->tangled_rows > from->own_rows ? list.first : plan->num_segments;
+    visit_own_rows(plan, &all, marks, list_segment, &list);
     if (from->tangled_rows) sort_rows(plan, slice->first_own_segment, from->tangled_rows);
-    plan->starts[slice->first_start] = (kvc_split_start){first, 0};
+    plan->starts[slice->first_start] = (kvc_split_start){list.first, 0};
+}
+
+/* Adds the rows of a slice that goes on from `before` and are new.  Returns where the slice begins. */
+static kvc_split_start list_new_rows(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice,
+                                     const kvc_query_slice *before, uint8_t *marks) {
+    kvc_split_start start = plan->starts[before->first_start];
+    listing list = {plan, start.segment};
+    kvc_new_slice rest = *from;
+    rest.own = (kvc_reach){0, (int32_t)kvc_larger(from->own.low, from->new_from), from->own.end};
+    visit_own_rows(plan, &rest, marks, list_segment, &list);
+    for (; !from->own.sinks && start.segment < plan->num_segments; start = (kvc_split_start){start.segment + 1, 0}) {
+        const kvc_segment *segment = &plan->segments[start.segment];
+        start.offset = (int32_t)kvc_larger(from->own.low - segment->position, 0);
+        if (start.offset < segment->count) break;
+    }
+    slice->first_own_segment = kvc_larger(before->first_own_segment, start.segment);
+    return start;
 }
 
 void kvc_list_segments(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice, const kvc_query_slice *before,
                        int goes_on, uint8_t *marks) {
-    kvc_split_start *starts = plan->starts + slice->first_start;
-    int64_t segment = plan->num_segments, rows_before = from->rows_before; /* rows in reach before `segment` */
+    kvc_split_start *starts = plan->starts + slice->first_start, at = {plan->num_segments, 0};
+    listing list = {plan, plan->num_segments};
     if (slice->by_token) {
         list_by_position(plan, from, slice, goes_on ? before : NULL, marks);
+    } else if (goes_on) {
+        at = list_new_rows(plan, from, slice, before, marks);
     } else {
-        if (goes_on) {
-            segment = plan->starts[before->first_start].segment;
-            plan->num_segments = before->first_own_segment;
-        }
         if (from->first_split)
             memcpy(starts, plan->starts + before->first_start, (size_t)from->first_split * sizeof *starts);
-        for (int32_t i = from->first_run; i < from->num_runs && !goes_on; i++)
-            visit_run(&from->stored, &from->runs[i], -1, list_segment, plan);
+        for (int32_t i = from->first_run; i < from->num_runs; i++)
+            visit_run(&from->stored, &from->runs[i], -1, list_segment, &list);
         slice->first_own_segment = plan->num_segments;
-        visit_own_rows(plan, from, marks, list_segment, plan);
+        visit_own_rows(plan, from, marks, list_segment, &list);
     }
     slice->end_segment = plan->num_segments;
     slice->end_rows = plan->num_segments ? plan->segments[plan->num_segments - 1].count : 0;
+    int64_t rows_before = from->rows_before - at.offset; /* rows in reach before segment at.segment */
     for (int32_t p = from->first_split; p < slice->num_splits && !slice->by_token; p++) {
         const int64_t row = p * slice->split_rows;
-        while (row && rows_before + plan->segments[segment].count <= row)
-            rows_before += plan->segments[segment++].count;
-        starts[p] = (kvc_split_start){segment, (int32_t)(row - rows_before)};
+        while (row && rows_before + plan->segments[at.segment].count <= row)
+            rows_before += plan->segments[at.segment++].count;
+        starts[p] = (kvc_split_start){at.segment, (int32_t)(row - rows_before)};
     }
 }

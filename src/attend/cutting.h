@@ -30,6 +30,8 @@ typedef struct kvc_new_slice {
     int64_t own_segments;            /* number of segments of the batch's own rows, ... */
     int32_t own_rises;               /* ... whose positions rise */
     int32_t own_from;                /* the lowest position of the batch's own rows */
+    int32_t new_from;                /* end of the reach of the sequence's slice before; 0: it is the first */
+    int64_t new_segments;            /* number of segments of the batch's own rows that begin there or later */
     int64_t tangled_rows;            /* the last rows, which do not lie by position: none, the batch's own, or all */
     /* Filled in by jobs.c.  Splits below first_split belong to the slice before it in the order of rows.  The others
      * begin in run first_run; the runs before that have rows_before rows in reach. */
@@ -74,13 +76,12 @@ void kvc_allow_bytes(kvc_plan *plan);
  * [batch->num_tokens], all 0, for a batch with parents; they are 0 again afterwards. */
 int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slice *slices, uint8_t *marks);
 
-/* Whether the segments of a slice begin with all those of `before`, the slice before it in the list: they are of one
- * sequence, and it sees more of the batch's own rows at most.  Its segments then take the place of the other's, so that
- * a prompt's take memory once. */
+/* Whether the rows of a slice are the last ones of `before`, the slice before it in the list, and perhaps more of the
+ * batch's own rows behind these.  Its segments then lie among the other's, so that a prompt's take memory once. */
 int kvc_goes_on(const kvc_plan *plan, const kvc_new_slice *before, const kvc_new_slice *u);
 
-/* Returns an upper bound of how many segments a slice has in the plan. */
-int64_t kvc_most_segments(const kvc_new_slice *u);
+/* Returns an upper bound of how many segments a slice adds to the plan.  goes_on: kvc_goes_on for the slice before. */
+int64_t kvc_most_segments(const kvc_new_slice *u, int goes_on);
 
 /* Adds the segments of `slice`, which is the plan's copy of from->slice, to the plan, and fills in where its splits
  * begin.  Splits below from->first_split belong to `before`, the slice before it in the order of rows, and are listed

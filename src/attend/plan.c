@@ -102,7 +102,7 @@ static totals lay_out_slices(const maker *m) {
         slice->first_start = t.splits;
         slice->first_counter = t.counters;
         slice->partials = t.partials;
-        t.segments += kvc_most_segments(u) - (goes_on ? kvc_most_segments(u - 1) : 0);
+        t.segments += kvc_most_segments(u, goes_on);
         t.splits += slice->num_splits;
         t.counters += plan->parts.num;
         t.sharing_query_rows += u->may_share ? query_rows : 0;

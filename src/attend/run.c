@@ -142,10 +142,11 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
         return kvc_fail(KVC_ERR_INVALID, "sequence %lld has no rows in cross-attention layer %d: put its rows first",
                         (long long)batch->sequences[slice->sequence].sequence->id, layer);
     const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
+    const kvc_split_start *start = &plan->starts[slice->first_start]; /* a window may begin inside of a segment */
     for (int64_t p = slice->first_own_segment; p < slice->end_segment; p++) {
         const kvc_segment *segment = &plan->segments[p];
         const int32_t num = p + 1 < slice->end_segment ? segment->count : slice->end_rows;
-        for (int32_t i = 0; segment->token >= 0 && i < num; i++) {
+        for (int32_t i = p == start->segment ? start->offset : 0; segment->token >= 0 && i < num; i++) {
             const int32_t t = plan->order[segment->token + i];
             if (put && t >= put->first && t < put->first + put->num_tokens) continue;
             if (!written[t])

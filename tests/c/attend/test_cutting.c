@@ -610,47 +610,65 @@ static void test_even(void) {
 
 /* ---- long prompts ------------------------------------------------------------------------------------------------ */
 
-/* A plan of twice the prompt takes about twice the memory. */
+/* Returns the bytes of the plan of a prompt. */
+static uint64_t memory_of_prompt(int32_t num_tokens, kvc_policy policy, const uint8_t *non_causal) {
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32, .v_dim = 32, .policy = policy};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.num_threads = 1});
+    kvc_batch *batch = NULL;
+    kvc_plan *plan = NULL;
+    CHECK(kvc_begin(cache, num_tokens, NULL, NULL, NULL, &batch) == KVC_OK);
+    const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 16, .non_causal = non_causal};
+    CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
+    const uint64_t size = plan->link.size;
+    kvc_abort(batch);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+    return size;
+}
+
+/* A plan of twice the prompt takes about twice the memory, and with a window or chunks as much as without. */
 static void test_memory_of_prompts(void) {
-    static uint8_t sees_all[16384];
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32, .v_dim = 32};
+    enum { TOKENS = 8192 };
+    static uint8_t sees_all[2 * TOKENS];
+    const kvc_policy full = {.kind = KVC_FULL};
     memset(sees_all, 1, sizeof sees_all);
     for (int i = 0; i < 2; i++) {
-        uint64_t sizes[2];
-        for (int j = 0; j < 2; j++) {
-            kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.num_threads = 1});
-            kvc_batch *batch = NULL;
-            kvc_plan *plan = NULL;
-            CHECK(kvc_begin(cache, 8192 << j, NULL, NULL, NULL, &batch) == KVC_OK);
-            const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = 16, .non_causal = i ? sees_all : NULL};
-            CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
-            sizes[j] = plan->link.size;
-            kvc_abort(batch);
-            CHECK(kvc_cache_free(cache) == KVC_OK);
+        const uint8_t *non_causal = i ? sees_all : NULL;
+        const uint64_t once = memory_of_prompt(TOKENS, full, non_causal),
+                       twice = memory_of_prompt(2 * TOKENS, full, non_causal);
+        CHECKF((double)twice < 2.5 * (double)once, "%d: %llu bytes, and %llu for twice the prompt", i,
+               (unsigned long long)once, (unsigned long long)twice);
+        for (int32_t window = 100; window < TOKENS; window *= 8) {
+            const kvc_policy policies[] = {{.kind = KVC_SLIDING, .window = window},
+                                           {.kind = KVC_CHUNKED, .attention_chunk_size = window}};
+            for (int p = 0; p < 2; p++) {
+                const uint64_t own = memory_of_prompt(TOKENS, policies[p], non_causal);
+                CHECKF((double)own < 1.1 * (double)once, "%d: %llu bytes with kind %d of %d, %llu without", i,
+                       (unsigned long long)own, policies[p].kind, window, (unsigned long long)once);
+            }
         }
-        CHECKF(sizes[1] < 2.5 * (double)sizes[0], "%d: %llu bytes, and %llu for twice the prompt", i,
-               (unsigned long long)sizes[0], (unsigned long long)sizes[1]);
     }
 }
 
-/* The slices of a prompt have one list of rows, but each needs only those put that it sees itself. */
-static void test_prompt_half_put(void) {
+/* The slices of a prompt have one list of rows, but each needs only those put that it sees itself.  Puts 150 tokens,
+ * token `from` the first. */
+static void check_prompt_partly_put(int32_t from, int32_t window) {
     enum { TOKENS = 400, PUT = 150, NUM_Q = 8, DIM = 32 };
     static float k[TOKENS * DIM], q[TOKENS * NUM_Q * DIM], out[TOKENS * NUM_Q * DIM];
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {KVC_SLIDING, .window = window}};
     kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.num_threads = 1});
     kvc_batch *batch = NULL;
     kvc_plan *plan;
     int num_run = 0;
     CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
-    put_floats(batch, 0, 0, PUT, 1, DIM, DIM, k, k);
+    put_floats(batch, 0, from, PUT, 1, DIM, DIM, k, k);
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = NUM_Q};
     const kvc_attend_args attend = float_queries(NUM_Q, DIM, DIM, q, out);
     CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
     for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++) {
         int32_t part;
         const kvc_query_slice *slice = kvc_slice_of(plan, kvc_job_of(plan, i, &part), 0);
-        const int is_put = slice->first + slice->num_tokens <= PUT;
+        const int32_t low = slice->first < window ? 0 : slice->first - window + 1;
+        const int is_put = low >= from && slice->first + slice->num_tokens <= from + PUT;
         num_run += is_put;
         CHECKF(kvc_plan_run(plan, 0, &attend, i) == (is_put ? KVC_OK : KVC_ERR_INVALID), "tokens from %d on",
                slice->first);
@@ -671,6 +689,7 @@ int main(void) {
     test_even();
     for_some_isas(test_tangles);
     test_memory_of_prompts();
-    test_prompt_half_put();
+    check_prompt_partly_put(0, 1000);
+    check_prompt_partly_put(100, 40);
     return test_result();
 }
