@@ -6,7 +6,7 @@
 #define KVC_BENCH_DRIVER_H
 
 #if !defined(_GNU_SOURCE)
-#define _GNU_SOURCE /* clock_gettime, pthread_getcpuclockid, MAP_ANONYMOUS */
+#define _GNU_SOURCE /* clock_gettime, MAP_ANONYMOUS */
 #endif
 #include <stdlib.h>
 #include <time.h>
@@ -25,7 +25,6 @@ static inline double read_clock(clockid_t clock) {
 }
 
 static inline double now(void) { return read_clock(CLOCK_MONOTONIC); }
-static inline double processor(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
 
 static inline void *allocate(size_t count, size_t size) {
     void *p = calloc(count, size);

@@ -1,4 +1,4 @@
-"""Measure how costs grow with size, as exponents: 0 for a constant cost, 1 for a cost proportional to size."""
+"""Measure how costs grow with what is stored, as exponents: 0 for a constant cost, 1 for one proportional to size."""
 
 import copy
 import math
@@ -9,15 +9,17 @@ import pytest
 import kvcache
 from kvcache.tools.interleave import timed
 
-DIM = 8  # elements of a row: few, because bookkeeping is measured
+DIM, BLOCK = 8, 16  # few elements and tokens, because bookkeeping is measured
+OWN, OTHER = 1 << 20, (1 << 20) + 1  # the sequence that is read, and one that shares its rows
+LONG = 8 * BLOCK  # its tokens
 
 
 @pytest.fixture
 def slope(figures, interleave):
     """Return a function that measures sizes interleaved, and adds a line for the exponent from first to last."""
 
-    def add(name, sizes, measure, wanted, seconds=1.0):
-        found = interleave(*[lambda size=size: measure(size) for size in sizes], seconds=seconds, least=5)
+    def add(name, sizes, measure, wanted="<= 1.2", seconds=0.5):
+        found = interleave(*[lambda size=size: measure(size) for size in sizes], seconds=seconds, least=3)
         octaves = math.log(sizes[-1] / sizes[0])
         exponents = [math.log(last / first) / octaves for first, last in zip(found[0], found[-1], strict=True)]
         each = ", ".join(f"{1e6 * np.median(one):,.1f}" for one in found)
@@ -27,150 +29,292 @@ def slope(figures, interleave):
     return add
 
 
-def append(cache, positions, seq_ids):
+def holding(num_layers=1, **options):
+    defaults = {"max_sequences": None, "num_threads": 1, "block_size": BLOCK}
+    return kvcache.KVCache(num_layers, 1, DIM, None, **defaults | options)
+
+
+def open_batch(cache, positions, seq_ids):
+    """Begin a batch, and put its rows."""
     rows = np.ones((len(positions), 1, DIM), np.float32)
-    with cache.batch(positions=positions, seq_ids=seq_ids) as batch:
-        for layer in range(cache.num_layers):
+    batch = cache.batch(positions=positions, seq_ids=seq_ids)
+    for layer in range(cache.num_layers):
+        batch.put(layer, rows, rows)
+    return batch
+
+
+def feed(cache, positions, seq_id):
+    open_batch(cache, positions, [seq_id] * len(positions)).commit()
+
+
+# ---- calls beside what others store
+
+
+class Beside:
+    """A cache with a sequence that is read, beside so many kept blocks, each a prompt of its own, or as many runs."""
+
+    def __init__(self, kind, num_blocks, **limits):
+        self.cache = holding(
+            2, policy=[kvcache.FullAttention(), kvcache.SlidingWindow(2 * BLOCK, resume_window=4 * BLOCK)], **limits
+        )
+        self.prefix = kvcache.PrefixCache(self.cache, fingerprint="any", state_bytes=8, max_events=16)
+        self.next, self.num_blocks, self.kind = 0, num_blocks, kind
+        for _ in range(num_blocks):
+            tokens = self.new_tokens()
+            seq_id, _ = self.prefix.acquire(tokens)
+            feed(self.cache, range(BLOCK), seq_id)
+            if kind != "running":
+                self.prefix.release(seq_id, tokens)
+        feed(self.cache, range(LONG), OWN)
+
+    def new_tokens(self):
+        self.next += BLOCK
+        return range(self.next - BLOCK, self.next)
+
+
+def beside(kind, num_blocks):
+    """Make the cache; under max_bytes it is full of kept blocks."""
+    if kind != "max_bytes":
+        return Beside(kind, num_blocks)
+    return Beside(kind, num_blocks, max_bytes=Beside(kind, num_blocks).cache.nbytes)
+
+
+def edit(call):
+    """Time an edit of a sequence that shares all rows of another."""
+
+    def run(s):
+        s.cache.fork(OWN, OTHER)
+        seconds, _ = timed(call, s.cache)
+        s.cache.clear(OTHER)
+        return seconds
+
+    return run
+
+
+def read(call):
+    return lambda s: timed(call, s.cache)[0]
+
+
+def share(call):
+    def run(s):
+        seconds, _ = timed(call, s.cache)
+        s.cache.clear(OTHER)
+        return seconds
+
+    return run
+
+
+def request(step):
+    """Time one step of a prompt that nobody has had."""
+
+    def run(s):
+        found, tokens = {}, s.new_tokens()
+        found["acquire"], (seq_id, _) = timed(s.prefix.acquire, tokens)
+        found["begin"], batch = timed(s.cache.batch, positions=range(BLOCK), seq_ids=[seq_id] * BLOCK)
+        rows = np.ones((BLOCK, 1, DIM), np.float32)
+        for layer in range(2):
             batch.put(layer, rows, rows)
+        found["commit"], _ = timed(batch.commit)
+        found["checkpoint"], _ = timed(s.prefix.checkpoint, seq_id, tokens, bytes(8))
+        found["release"], _ = timed(s.prefix.release, seq_id, tokens)
+        found["take_events"], _ = timed(s.prefix.take_events)
+        found["lookup"], _ = timed(s.prefix.lookup, tokens)
+        found["pin"], _ = timed(s.prefix.pin, tokens)
+        found["unpin"], _ = timed(s.prefix.unpin, tokens)
+        found["forget"], _ = timed(s.prefix.forget, tokens)
+        return found[step]
+
+    return run
 
 
-def holding(num_sequences, tokens=1, **options):
-    """Make a cache that holds num_sequences sequences of `tokens` tokens."""
-    cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, **options)
-    append(cache, [*range(tokens)] * num_sequences, np.repeat(np.arange(num_sequences), tokens))
-    return cache
+def in_batch(call):
+    """Time a call on an open batch of one token."""
 
-
-POLICIES = {"full": kvcache.FullAttention(), "sliding": kvcache.SlidingWindow(64)}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_begin_beside_idle_sequences(slope, policy):
-    """Begin a batch with one token of one sequence."""
-    sizes = (1000, 4000, 16_000)
-    caches = {size: holding(size, policy=POLICIES[policy]) for size in sizes}
-
-    def begin(size):
-        seconds, batch = timed(caches[size].batch, positions=[1], seq_ids=[0])
+    def run(s):
+        batch = open_batch(s.cache, [LONG], [OWN])
+        seconds, _ = timed(call, batch)
         batch.abort()
         return seconds
 
-    slope(f"begin beside idle sequences, {policy}", sizes, begin, "0")
+    return run
 
 
-def test_feeding_sequences_one_by_one(slope):
-    """Feed each sequence one token, in a batch of its own."""
-
-    def feed(size):
-        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, policy=POLICIES["sliding"])
-
-        def all_of_them():
-            for seq_id in range(size):
-                append(cache, [0], [seq_id])
-
-        return timed(all_of_them)[0]
-
-    slope("feeding sequences one by one, sliding", (500, 1000, 4000), feed, "1")
-
-
-@pytest.mark.parametrize("forks", [64, 1024])
-def test_plan_of_forks(figures, interleave, forks):
-    """Attend over forks of a sequence with every second token removed; the second layer reuses the first's plan."""
-    runs = 1024
-    cache = kvcache.KVCache(2, 1, DIM, None, max_sequences=None, num_threads=1, block_size=64)
-    append(cache, range(2 * runs), [0] * (2 * runs))
-    for position in range(1, 2 * runs, 2):
-        cache.remove(position, position + 1, shift=False)
-    for seq_id in range(1, forks):
-        cache.fork(0, seq_id)
-    rows = np.ones((forks, 1, DIM), np.float32)
-
-    def attend():
-        batch = cache.batch(positions=[2 * runs] * forks, seq_ids=range(forks))
-        for layer in (0, 1):
-            batch.put(layer, rows, rows)
-        seconds = [timed(batch.attend, layer, rows)[0] for layer in (0, 1)]
-        batch.abort()
-        return seconds
-
-    (found,) = interleave(attend, seconds=1, least=5)
-    both, tasks = zip(*found, strict=True)
-    note = f"1: the tasks alone; {1e3 * np.median(both):.1f} ms"
-    figures.ratio(
-        f"plan and tasks, cost over the tasks alone, {forks:,} forks of {runs:,} one-row runs",
-        both,
-        tasks,
-        "<= 2",
-        note,
-    )
+ROW, BLOCK_OF_ROWS = np.ones((1, 1, DIM), np.float32), np.ones((1, BLOCK, DIM), np.float32)
+STEPS = "acquire", "begin", "commit", "checkpoint", "release", "take_events", "lookup", "pin", "unpin", "forget"
+CALLS = {
+    "seq_len": read(lambda c: c.seq_len(OWN)),
+    "next_position": read(lambda c: c.next_position(OWN)),
+    "can_resume": read(lambda c: c.can_resume(LONG, seq_id=OWN)),
+    "positions": read(lambda c: c.positions(seq_id=OWN)),
+    "nbytes": read(lambda c: c.nbytes),
+    "stats": read(lambda c: c.stats()),
+    "utilization": read(lambda c: c.utilization),
+    "room": read(lambda c: c.room(OWN)),
+    "reserve": read(lambda c: c.reserve(1, seq_id=OWN)),
+    "spans": read(lambda c: c.spans(0, seq_id=OWN)),
+    "gather": read(lambda c: c.gather(0, seq_id=OWN)),
+    "extract": read(lambda c: c.extract(0, 0, LONG, seq_id=OWN)),
+    "fork": share(lambda c: c.fork(OWN, OTHER)),
+    "copy_prefix": share(lambda c: c.copy_prefix(OWN, OTHER, LONG)),
+    "share_range": share(lambda c: c.share_range(OWN, OTHER)),
+    "clear": edit(lambda c: c.clear(OTHER)),
+    "remove": edit(lambda c: c.remove(4, 8, seq_id=OTHER, shift=False)),
+    "keep_positions": edit(lambda c: c.keep_positions([0, 2, 4, LONG - 1], seq_id=OTHER)),
+    "truncate": edit(lambda c: c.truncate(LONG - 1, seq_id=OTHER)),
+    "inject": edit(lambda c: c.inject(0, 0, BLOCK_OF_ROWS, BLOCK_OF_ROWS, seq_id=OTHER)),
+    "attend": in_batch(lambda b: b.attend(0, ROW)),
+    "dense": in_batch(lambda b: b.dense(0)),
+    "abort": in_batch(lambda b: b.abort()),
+    **{f"{step} of a prompt": request(step) for step in STEPS},
+}
 
 
-def test_inject_after_divide(slope):
+@pytest.mark.parametrize("kind", ["unlimited", "max_bytes", "running"])
+def test_calls_beside_what_others_store(slope, kind):
+    scenes = {size: beside(kind, size) for size in (500, 10_000)}
+    for name, call in CALLS.items():
+        slope(f"{name} beside blocks, {kind}", [*scenes], lambda size, call=call: call(scenes[size]), "0", 0.05)
+
+
+# ---- calls about so many blocks, rows or sequences
+
+
+def one_by_one(size):
+    """Feed each sequence a token, in a batch of its own."""
+    cache = holding(policy=kvcache.SlidingWindow(64))
+    return timed(lambda: [feed(cache, [0], seq_id) for seq_id in range(size)])[0]
+
+
+def divided(size):
     """Inject rows at all positions of a cache that has two rows at each position."""
-
-    def inject(size):
-        cache = kvcache.KVCache(1, 1, DIM, size, rope=False, num_threads=1)
-        append(cache, range(size), [0] * size)
-        cache.divide(0, size, 2)
-        rows = np.ones((1, size // 2, DIM), np.float32)
-        return timed(cache.inject, 0, 0, rows, rows)[0]
-
-    slope("inject after divide(2)", (4000, 8000, 16_000), inject, "1")
+    cache = kvcache.KVCache(1, 1, DIM, size, rope=False, num_threads=1)
+    feed(cache, range(size), 0)
+    cache.divide(0, size, 2)
+    rows = np.ones((1, size // 2, DIM), np.float32)
+    return timed(cache.inject, 0, 0, rows, rows)[0]
 
 
-@pytest.mark.parametrize("dims", [(1, 32), (8, 128)], ids=str)
-def test_keeping_every_second_position(slope, dims):
-    """Keep every second position of a sequence, of many layers in one group; 10 ms are wanted for the longest."""
-    sizes = (8192, 32_768, 131_072)
-    kept = {size: np.arange(1, size, 2) for size in sizes}
-    cache = kvcache.KVCache(2, *dims, 2 * sizes[-1], max_sequences=2, dtype="int4", block_size=64, num_threads=1)
-    rows = np.ones((8192, *dims), np.float32)
-
-    def keep(size):
-        for _ in range(0, size, len(rows)):
-            with cache.batch(len(rows)) as batch:
-                for layer in range(2):
-                    batch.put(layer, rows, rows)
-        seconds, _ = timed(cache.keep_positions, kept[size])
-        cache.clear()
-        return seconds
-
-    slope(f"keep every second position, {dims[0]} heads of {dims[1]}", sizes, keep, "1")
+def every_second(size):
+    cache = holding(2, dtype="f16", block_size=64)
+    feed(cache, range(size), 0)
+    return timed(cache.keep_positions, np.arange(1, size, 2))[0]
 
 
-def test_cross_attention_puts(slope):
+def crossed(size):
     """Put the encoder's rows of each sequence of a batch one by one."""
-
-    def put(size):
-        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, policy=kvcache.CrossAttention(4))
-        rows = np.ones((1, 1, DIM), np.float32)
-        batch = cache.batch(positions=[0] * size, seq_ids=range(size))
-
-        def all_of_them():
-            for seq_id in range(size):
-                batch.put(0, rows, rows, seq_id=seq_id)
-
-        seconds, _ = timed(all_of_them)
-        batch.abort()
-        return seconds
-
-    slope("cross-attention puts of a batch's sequences", (512, 2048, 8192), put, "1")
-
-
-def test_dense_of_many_sequences(figures, interleave):
-    """Make one dense mask over all sequences, which is quadratic, against filling such a mask."""
-    size = 2048
-    cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1)
-    rows = np.ones((size, 1, DIM), np.float32)
-    batch = cache.batch(positions=[0] * size, seq_ids=range(size))
-    batch.put(0, rows, rows)
-    dense, mask = interleave(
-        lambda: timed(batch.dense, 0)[0], lambda: timed(np.full, (size, size), -np.inf, np.float32)[0], least=5
-    )
+    batch = holding(policy=kvcache.CrossAttention(4)).batch(positions=[0] * size, seq_ids=range(size))
+    seconds, _ = timed(lambda: [batch.put(0, ROW, ROW, seq_id=seq_id) for seq_id in range(size)])
     batch.abort()
-    figures.ratio(
-        f"dense of {size:,} sequences, cost over filling a mask", dense, mask, "", f"{1e3 * np.median(dense):.1f} ms"
-    )
+    return seconds
+
+
+def dense(size):
+    """Make dense rows for each sequence by itself."""
+    batch = open_batch(holding(), [0] * size, range(size))
+    seconds, _ = timed(batch.dense, 0, layout="BHTD")
+    batch.abort()
+    return seconds
+
+
+def whole_prompt(size, call):
+    """Commit a prompt, whose blocks a prefix keeps, or end its sequence."""
+    cache, prompt = holding(), range(BLOCK * size)
+    prefix = kvcache.PrefixCache(cache, fingerprint="any")
+    seq_id, _ = prefix.acquire([*prompt, 0])
+    committing, _ = timed(open_batch(cache, prompt, [seq_id] * len(prompt)).commit)
+    clearing, _ = timed(cache.clear, seq_id)
+    return committing if call == "commit" else clearing
+
+
+def fetched(size, quota):
+    """Acquire a prompt whose blocks are in a store, and in no cache."""
+    store, prompt = {}, range(BLOCK * size)
+    for is_known in (False, True):
+        cache = holding()
+        prefix = kvcache.PrefixCache(cache, fingerprint="any", store=store, timeout=60, quota=quota)
+        seconds, (seq_id, matched) = timed(prefix.acquire, [*prompt, 0])
+        assert matched == is_known * len(prompt)
+        feed(cache, [len(prompt)] if is_known else prompt, seq_id)
+        assert prefix.close(60)
+    return seconds
+
+
+def moved(size):
+    """Acquire a prompt that goes on as another one does, at other positions."""
+    cache = holding(rope=kvcache.Rope(np.ones(DIM // 2)))
+    prefix = kvcache.PrefixCache(cache, fingerprint="any", reuse_min_tokens=BLOCK)
+    prompt, first = [*range(BLOCK * size)], [-1] * BLOCK
+    for tokens in (prompt, first):
+        seq_id, _ = prefix.acquire([*tokens, 0])
+        feed(cache, range(len(tokens)), seq_id)
+        prefix.release(seq_id, tokens)
+    seconds, (_, matched) = timed(prefix.acquire, [*first, *prompt[1:], 0])
+    assert matched == BLOCK * (size + 1) - 1
+    return seconds
+
+
+def lacking(size):
+    """Look up a prompt with a state behind each block, of which windows have lost the rows."""
+    cache = holding(2, policy=[kvcache.FullAttention(), kvcache.SlidingWindow(3)])
+    prefix = kvcache.PrefixCache(cache, fingerprint="any", state_bytes=1)
+    prompt = [*range(BLOCK * size)]
+    for end in range(5, len(prompt), BLOCK):
+        feed(cache, range(max(0, end - BLOCK), end), 0)
+        prefix.checkpoint(0, prompt[:end])
+    for end in range(BLOCK, len(prompt) - 11, BLOCK):
+        prefix.checkpoint(0, prompt[:end], b"0")
+    seconds, found = timed(prefix.lookup, prompt[:-11])
+    assert not found
+    return seconds
+
+
+def cleared(size):
+    """Clear a prefix while so many sequences go on from the end of a prompt of so many blocks."""
+    cache, prompt = holding(block_size=1), [*range(size)]
+    prefix = kvcache.PrefixCache(cache, fingerprint="any")
+    seq_id, _ = prefix.acquire([*prompt, 0])
+    feed(cache, prompt, seq_id)
+    for _ in prompt:
+        assert prefix.acquire([*prompt, 0])[1] == size
+    return timed(prefix.clear)[0]
+
+
+def forks(size):
+    """Plan and attend over forks of a sequence with every second token removed."""
+    cache = holding(block_size=64)
+    feed(cache, range(2048), 0)
+    cache.keep_positions(range(0, 2048, 2))
+    for seq_id in range(1, size):
+        cache.fork(0, seq_id)
+    batch = open_batch(cache, [2048] * size, range(size))
+    seconds, _ = timed(batch.attend, 0, np.ones((size, 1, DIM), np.float32))
+    batch.abort()
+    return seconds
+
+
+COSTS = {
+    "feeding sequences one by one, sliding": (one_by_one, (500, 2000)),
+    "inject after divide(2)": (divided, (4000, 16_000)),
+    "keep every second position": (every_second, (8192, 131_072)),
+    "cross-attention puts of a batch's sequences": (crossed, (512, 8192)),
+    "dense of each sequence": (dense, (512, 8192)),
+    "commit of a prompt of blocks": (lambda size: whole_prompt(size, "commit"), (500, 8000)),
+    "clear of a prompt of blocks": (lambda size: whole_prompt(size, "clear"), (500, 8000)),
+    "acquire of blocks in a store": (lambda size: fetched(size, 0), (250, 2000)),
+    "acquire of blocks in a store, quota": (lambda size: fetched(size, 1600), (250, 2000)),
+    "acquire of blocks that are moved": (moved, (500, 4000)),
+    "lookup of blocks with states that lack rows": (lacking, (125, 500)),
+    "clear of a prefix of blocks and sequences": (cleared, (250, 1000)),
+    "attention over forks of 1,024 runs": (forks, (64, 1024)),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_calls_by_size(slope, name):
+    slope(name, COSTS[name][1], COSTS[name][0])
+
+
+# ---- deltas
 
 
 @pytest.mark.parametrize("deltas", [2, 64, 512, 4096])
@@ -199,113 +343,3 @@ def test_decoding_over_many_deltas(figures, interleave, deltas):
     ours, without = interleave(lambda: step(moved), lambda: step(still), seconds=1, least=5)
     note = f"{layers} layers, {1e3 * np.median(ours):.2f} ms"
     figures.ratio(f"a step over rows of {deltas:,} deltas, cost over none", ours, without, "", note)
-
-
-def test_dense_of_each_sequence(slope):
-    """Make dense rows for each sequence by itself, which is linear."""
-    sizes = (512, 2048, 8192)
-    caches = {size: holding(size) for size in sizes}
-
-    def dense(size):
-        batch = caches[size].batch(positions=[1] * size, seq_ids=np.arange(size))
-        seconds, _ = timed(batch.dense, 0, layout="BHTD")
-        batch.abort()
-        return seconds
-
-    slope("dense of each sequence", sizes, dense, "<= 1.2")
-
-
-@pytest.mark.parametrize("call", ["commit", "clear"])
-def test_long_prompts(slope, call):
-    """Commit a whole prompt, whose blocks a prefix keeps, or end its sequence."""
-
-    def end(size):
-        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=16)
-        prompt = range(16 * size)
-        prefix = kvcache.PrefixCache(cache, fingerprint="any")
-        seq_id, _ = prefix.acquire([*prompt, 0])
-        batch = cache.batch(positions=prompt, seq_ids=[seq_id] * len(prompt))
-        rows = np.zeros((len(prompt), 1, DIM), np.float32)
-        batch.put(0, rows, rows)
-        committing = timed(batch.commit)[0]
-        clearing = timed(cache.clear, seq_id)[0]
-        return committing if call == "commit" else clearing
-
-    slope(f"{call} of a prompt of so many blocks", (500, 2000, 8000), end, "<= 1.2")
-
-
-@pytest.mark.parametrize("quota", [0, 1600])
-def test_fetching_long_prompts(slope, quota):
-    """Acquire a prompt whose blocks are in a store, and in no cache."""
-    sizes, store = (500, 2000, 8000), {}
-
-    def begin():
-        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=16)
-        return cache, kvcache.PrefixCache(cache, fingerprint="any", store=store, timeout=60, quota=quota)
-
-    cache, prefix = begin()
-    seq_id, _ = prefix.acquire([*range(16 * sizes[-1]), 0])
-    append(cache, range(16 * sizes[-1]), [seq_id] * 16 * sizes[-1])
-    assert prefix.close(60)
-
-    def fetch(size):
-        seconds, (_, matched) = timed(begin()[1].acquire, [*range(16 * size), 0])
-        assert matched == 16 * size
-        return seconds
-
-    slope(f"acquire of a prompt of so many blocks in a store, quota {quota}", sizes, fetch, "<= 1.2")
-
-
-def test_moving_long_prompts(slope):
-    """Acquire a prompt that goes on as another one does, at other positions."""
-
-    def move(size):
-        rope = kvcache.Rope(np.ones(DIM // 2))
-        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=16, rope=rope)
-        prefix = kvcache.PrefixCache(cache, fingerprint="any", reuse_min_tokens=16)
-        prompt, first = [*range(16 * size)], [-1] * 16
-        for tokens in (prompt, first):
-            seq_id, _ = prefix.acquire([*tokens, 0])
-            append(cache, range(len(tokens)), [seq_id] * len(tokens))
-            prefix.release(seq_id, tokens)
-        seconds, (_, matched) = timed(prefix.acquire, [*first, *prompt[1:], 0])
-        assert matched == 16 * (size + 1) - 1
-        return seconds
-
-    slope("acquire of a prompt of so many blocks that are moved", (500, 2000, 8000), move, "<= 1.2")
-
-
-def test_states_that_lack_rows(slope):
-    """Look up a prompt with a state behind each block, of which windows have lost the rows."""
-
-    def look_up(size):
-        policy = [kvcache.FullAttention(), kvcache.SlidingWindow(3)]
-        cache = kvcache.KVCache(2, 1, DIM, None, policy=policy, max_sequences=None, num_threads=1, block_size=16)
-        prefix = kvcache.PrefixCache(cache, fingerprint="any", state_bytes=1)
-        prompt = [*range(16 * size)]
-        for end in range(5, len(prompt), 16):
-            append(cache, range(max(0, end - 16), end), [0] * min(16, end))
-            prefix.checkpoint(0, prompt[:end])
-        for end in range(16, len(prompt) - 11, 16):
-            prefix.checkpoint(0, prompt[:end], b"0")
-        seconds, found = timed(prefix.lookup, prompt[:-11])
-        assert not found
-        return seconds
-
-    slope("lookup of a prompt of so many blocks with states that lack rows", (125, 250, 500), look_up, "<= 1.2")
-
-
-def test_clearing_beside_long_prompts(slope):
-    """Clear a prefix while so many sequences go on from the end of a prompt of so many blocks."""
-
-    def clear(size):
-        cache = kvcache.KVCache(1, 1, DIM, None, max_sequences=None, num_threads=1, block_size=1)
-        prefix = kvcache.PrefixCache(cache, fingerprint="any")
-        prompt = [*range(size)]
-        seq_id, _ = prefix.acquire([*prompt, 0])
-        append(cache, prompt, [seq_id] * size)
-        for _ in prompt:
-            assert prefix.acquire([*prompt, 0])[1] == size
-        return timed(prefix.clear)[0]
-
-    slope("clear of a prefix of so many blocks and sequences", (250, 500, 1000), clear, "<= 1.3")

@@ -7,7 +7,6 @@ import pytest
 COMMANDS = [
     "bench_busy --context 64 --threads 1 --seconds 0 --torch",
     "bench_choose --context 4096 --dtype int8 --rounds 2 --repeats 2",
-    "bench_growth --few 50 --many 100 --reps 2 --kinds max_bytes",
     "bench_hf --context 64 --steps 2 --dtype bf16",
     "bench_hf --model hybrid --context 64 --steps 1 --dtype bf16",
     "bench_hf --model hybrid --only prompt --context 64 --steps 1 --dtype bf16",
