@@ -889,7 +889,7 @@ KVC_API kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_token
 /* Takes memory now for num_tokens more tokens of a sequence, at least 1.  The next batches of as many tokens together,
  * at consecutive positions and without parents, then take none for rows or bookkeeping, and writing these rows faults
  * on no page.  The memory is in huge pages if the system has them.  None of this is promised if a prefix keeps blocks
- * of these tokens, or if they fit only once rows are moved together.
+ * of these tokens, or if they fit only in blocks of other sequences or once rows are moved together.
  * Free memory counts, and any sequence may use it.  For several sequences, round the tokens of each up to whole blocks,
  * and reserve the sum for one of them.  This needs a cache without max_seq_len.  The memory stays free until used,
  * kvc_compact gives it back, or other rows need it.  If a batch is aborted, its slots in a block that a hold keeps are

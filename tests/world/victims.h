@@ -185,7 +185,8 @@ static inline int64_t bytes_of_others(void) {
     for (int i = 0; i < v.num_kept; i++) bytes += v.kept[i].fate == GOES ? 0 : v.kept[i].state;
     for (int i = 0; i < v.num_pins; i++) {
         const int is_twice = i && v.pins[i].prefix == v.pins[0].prefix && v.pins[i].text == v.pins[0].text;
-        bytes += is_twice ? 0 : PIN_BYTES * (text_length(v.pins[i].text) / o.block); /* two pins of a prompt count once */
+        bytes +=
+            is_twice ? 0 : PIN_BYTES * (text_length(v.pins[i].text) / o.block); /* two pins of a prompt count once */
     }
     return bytes;
 }
