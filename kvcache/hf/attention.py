@@ -9,12 +9,11 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvcache.errors import NotSupportedError
-from kvcache.hf.choosing import Chosen
+from kvcache.hf.choosing import Chosen, Compressed
 from kvcache.hf.dense import NAME
 from kvcache.hf.layers import Expansion, Layer, LayerRows, Rows
 from kvcache.hf.lazy import ChosenMask, Mask, elements_of
 from kvcache.hf.passes import ForwardPass
-from kvcache.hf.pooling import Compressed
 from kvcache.hf.told import count_leading, masked_ranges, refuse_padding, shown_columns
 
 UNKNOWN = {"sinks"}  # what a few models pass to their own attention only

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, NoReturn, Self
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, EncoderDecoderCache, LinearAttentionLayer
 
-from kvcache import KVCache
-from kvcache.arguments import integer, spelt
+from kvcache import KVCache, eviction
+from kvcache.arguments import INT32_MAX, integer, spelt
 from kvcache.arrays import Precision
 from kvcache.errors import NotSupportedError
+from kvcache.hf.batch import Beginnings, TextBatch
+from kvcache.hf.choosing import IndexedLatentLayer, IndexedLayer, IndexKeys, Pooled, PooledKeys, SharedLayer
 from kvcache.hf.dense import Decoder
-from kvcache.hf.editing import EditableBatch
-from kvcache.hf.evicting import EvictableBatch
-from kvcache.hf.feeding import FedBatch
-from kvcache.hf.layers import Layer
-from kvcache.hf.making import Maker
+from kvcache.hf.evicting import evict, note_queries
+from kvcache.hf.layers import CrossLayer, LatentLayer, Layer, MixedLayer
 from kvcache.hf.passes import Passes, Turns
 from kvcache.hf.policies import (
     BY_ONE_TOKEN,
     SHAPE,
+    Part,
     block_size_for,
     block_size_of_rows,
     both_ways,
@@ -36,9 +38,8 @@ from kvcache.hf.policies import (
     rotation_by_length,
     stored_layers,
 )
-from kvcache.hf.prefixing import PrefixedBatch
 from kvcache.hf.prompts import check_prefix, check_prompts, placeholders_of, to_prompts
-from kvcache.hf.recurrent import Recurrent
+from kvcache.hf.recurrent import KEYS, ROWS, Recurrent
 from kvcache.hf.replacing import REPLACED, install
 from kvcache.hf.state import SaveableBatch, stored_in
 from kvcache.hf.told import CACHE
@@ -51,13 +52,7 @@ from kvcache.system import readable
 
 
 @spelt
-class HFCache(
-    SaveableBatch,  # files
-    EvictableBatch,  # tokens that are evicted by importance
-    EditableBatch,  # tokens that are taken back, and rows of the batch that move
-    PrefixedBatch,  # prompts that begin as earlier ones
-    FedBatch,  # what a model's layers bring
-):
+class HFCache(SaveableBatch, Cache):
     """A cache for models of transformers: a sequence for each text of the batch.
 
     Parameters
@@ -137,9 +132,6 @@ class HFCache(
         if not self._holds_source:
             check_policies(layers)
         is_recurrent = read.is_recurrent
-        self.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
-        self.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))  # a row does, from tokens
-        self._config, self._prefix = config, prefix
         has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
         # Whether it must know where the model's calls begin and end.
         self.follows_calls = has_readers or is_recurrent or prefix is not None
@@ -154,14 +146,15 @@ class HFCache(
             check_prefix(prefix, decoder, is_recurrent, layers, {**fields, **{name: name for name in types}})
             check_prompts(prefix, prompts)
             self._cache, turns = prefix.cache, Turns.of(prefix.cache)
-        self._placeholders = placeholders_of(config)
         self._follows_config = policy is None  # whether a layer's window is the model's
         self._passes = Passes(self._cache, turns, has_readers, select, len(read.layers), config)
-        self._decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
-        self._forget_text()
-        made = Maker(self._passes, self._decoder, self._follows_config).layers(parts)
+        own_decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
+        made = Maker(self._passes, own_decoder, self._follows_config).layers(parts)
         Cache.__init__(self, layers=made)  # a cache for MiniMax has another base, which takes no layers
-        self._recurrent = Recurrent(made)
+        self.texts = TextBatch(self._passes, _recurrent_of(made), own_decoder)
+        self.texts.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
+        self.texts.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))
+        self.beginnings = Beginnings(self.texts, prefix, placeholders_of(config))
         if decoder.model_type in REPLACED or any(layer.value_in_key for layer in layers):
             install(type(decoder))
         self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
@@ -238,12 +231,12 @@ class HFCache(
     @property
     def policy(self) -> tuple[Policy | None, ...]:
         """The policy of each layer of attention."""
-        return tuple(layer.policy for layer in self._cache.layers[: self._passes.num_rows])
+        return self.texts.policy
 
     @property
     def recurrent(self) -> Recurrent:
         """The recurrent layers."""
-        return self._recurrent
+        return self.texts.recurrent
 
     def __copy__(self) -> HFCache:
         """Return what `copy.deepcopy` does."""
@@ -257,13 +250,13 @@ class HFCache(
         """Return a cache whose layers make other passes over the same rows, from copies of their states."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._passes, other._decoder = passes, Decoder(self._cache, self._decoder.dtype)
-        copy_of = Maker(passes, other._decoder, self._follows_config).copy_of
+        other._passes, decoder = passes, Decoder(self._cache, self.texts.decoder.dtype)
+        copy_of = Maker(passes, decoder, self._follows_config).copy_of
         other.layers = [
             copy_of(layer) if isinstance(layer, Layer) else copy.deepcopy(layer, memo) for layer in self.layers
         ]
-        other._recurrent = Recurrent(other.layers)
-        other._recurrent.go_on_as(self._recurrent)
+        other.texts = self.texts.copy_with(passes, _recurrent_of(other.layers), decoder)
+        other.beginnings = self.beginnings.copy_with(other.texts)
         return other
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -289,7 +282,7 @@ class HFCache(
     def nbytes(self) -> int:
         """The bytes of memory of the rows, with their bookkeeping and the rows of copies, and of recurrent states."""
         self._passes.finish()
-        return self._cache.nbytes + self._recurrent.nbytes
+        return self._cache.nbytes + self.recurrent.nbytes
 
     def stats(self) -> dict[str, Any]:
         """Return `kvcache.KVCache.stats`, and what the layers of this cache hold and did.
@@ -301,7 +294,282 @@ class HFCache(
         """
         self._passes.finish()
         calls = dict(self._passes.calls)
-        return {**self._cache.stats(), "state_bytes": self._recurrent.nbytes, "calls": calls}
+        return {**self._cache.stats(), "state_bytes": self.recurrent.nbytes, "calls": calls}
+
+    # ---- what a model's layers bring
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the new tokens' keys and values of a layer; return the keys and values for the model's attention."""
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, Layer) or isinstance(layer, IndexKeys):
+            raise self._not_as_configured(layer_idx, "keys and values")
+        if self.texts.goes_on_by_one_token and key_states.shape[2] > 1 and self.get_seq_length():
+            raise NotSupportedError(
+                "the model goes on from the state of its recurrent layers by single tokens only: feed them one by one,"
+                " or reset() the cache, and feed the whole text at once"
+            )
+        if self.texts.recurrent.layers:
+            self.texts.reach(layer_idx, ROWS)
+        new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
+        return new
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Take the new tokens' keys of a layer's indexer, ``[batch, tokens, dim]``; return the keys of all tokens."""
+        return self.index_keys(layer_idx).update_index(indexer_key_states.unsqueeze(1)).squeeze(1)
+
+    def index_keys(self, layer_idx: int) -> IndexKeys | PooledKeys:
+        """Return the keys of a layer's indexer; note that the pass has come to them."""
+        layer: Any = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        keys: IndexKeys | PooledKeys | None = (
+            layer if isinstance(layer, IndexKeys) else getattr(layer, "index_keys", None)
+        )
+        if keys is None:
+            raise self._not_as_configured(layer_idx, "keys of an indexer")
+        if self.texts.recurrent.layers:
+            self.texts.reach(layer_idx, KEYS)
+        return keys
+
+    def shared_layer(self, layer_idx: int) -> SharedLayer:
+        """Return a layer whose keys are the values, too."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, SharedLayer):
+            raise self._not_as_configured(layer_idx, "keys that are values")
+        return layer
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the state of a recurrent layer's convolution; None before the first pass.
+
+        Each pass begins with this.
+        """
+        self.recurrent_layer(layer_idx, state_idx)
+        state: torch.Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return state
+
+    def recurrent_layer(self, layer_idx: int, state_idx: int) -> LinearAttentionLayer:
+        """Return a recurrent layer, to whose state a pass has come."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if not isinstance(layer, LinearAttentionLayer):
+            raise self._not_as_configured(layer_idx, "a recurrent state")
+        self.texts.reach(layer_idx, state_idx)
+        return layer
+
+    def _not_as_configured(self, index: int, holds: str) -> ValueError:
+        """Return what to raise for a layer of the model, which holds something, and which the config lacks."""
+        if index >= len(self.layers):
+            return ValueError(
+                f"the model has {index + 1} layers or more, the config that this cache was made from has"
+                f" {len(self.layers)}: give HFCache model.config"
+            )
+        return ValueError(
+            f"layer {index} of the model has {holds}, that of the config which this cache was made from has not:"
+            " give HFCache model.config"
+        )
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens seen, padding included.
+
+        Tokens of a pass that still runs, or that failed, do not count.
+        """
+        texts = self.texts  # asked for in each pass: without recurrent layers, its passes say it
+        return texts.length if texts.recurrent.layers else self._passes.length
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences in the batch; -1 before the end of a first pass."""
+        return self.texts.batch_size
+
+    # ---- what its user asks for
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.texts.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens: `tokens_to_remove` is minus their number.
+
+        Tokens of the last pass can always be removed. Before them, a window can go back as far as its `resume_window`
+        keeps rows, else ``RowsGoneError`` is raised, and nothing has changed.
+
+        Recurrent layers go back only to where their states are kept: before each pass of several tokens behind others,
+        up to four of these, if there is no prefix cache. Otherwise ``NotSupportedError`` is raised, names the nearest
+        kept states, and nothing has changed. Convolutions also go back in the last pass after
+        `activate_past_recording`. If a pass of several tokens failed within its layers, ``crop(0)`` goes back to before
+        it.
+        """
+        self.texts.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor | Sequence[int]) -> None:
+        """Continue batch index i from the tokens of index ``beam_idx[i]``; no row of keys or values is copied."""
+        self.texts.select(beam_idx, "beam_idx")
+
+    def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
+        """Keep the sequences at some batch indices, or at the True places of a mask. Drop the others."""
+        self.texts.select(indices, "indices")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch `repeats` times."""
+        num_rows = len(self._passes.seq_ids)
+        repeats = integer(repeats, "repeats", 0, INT32_MAX)
+        self.texts.select(torch.arange(num_rows).repeat_interleave(repeats), f"repeats={repeats}")
+
+    def acquire(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Take the beginning of prompts from the prefix cache. `generate` calls this by itself, with its own prompt.
+
+        If you call the model yourself, call this first. Then feed ``input_ids[:, matched:]`` with the whole mask. If
+        there is padding, or the model counts height and width of images (Qwen2-VL), give positions that count from the
+        first real token, as `generate` does.
+
+        Parameters
+        ----------
+        input_ids : torch.Tensor
+            The prompts, ``[batch, tokens]``. What follows a token that stands for an image or sound is not matched.
+        attention_mask : torch.Tensor, optional
+            0 for padding, ``[batch, tokens]``. What follows a hidden token in the middle is not matched.
+
+        Returns
+        -------
+        int
+            The number of columns that need not be fed, the same for all rows: as far as the rows' matches all reach.
+
+        Raises
+        ------
+        ValueError
+            If there is no prefix cache, the cache holds tokens, or a shape is wrong.
+        """
+        return self.beginnings.acquire(None, input_ids, attention_mask)
+
+    def release(self, tokens: torch.Tensor | None = None) -> None:
+        """Give the rows back to the prefix cache, for prompts to come, and forget all tokens.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor, optional
+            All tokens of the batch, ``[batch, tokens]``, with the prompts and their padding, as `generate` returns
+            them; those that were not fed are ignored. By default, and of a batch whose rows were reordered (beam
+            search), the prompts alone are kept; nothing, if they were not named to `acquire`. Without a prefix cache,
+            this is `reset`.
+
+        Raises
+        ------
+        ValueError
+            If there are more or fewer rows, and none were reordered, or a row does not begin with its prompt; nothing
+            has changed then.
+        """
+        self.beginnings.release(tokens)
+
+    def activate_past_recording(self) -> None:
+        """Prepare for assisted decoding, which feeds the whole prompt even if the cache holds its beginning."""
+        self.beginnings.feed_all()
+        super().activate_past_recording()
+
+    def note_queries(self, every: int = eviction.EVERY) -> None:
+        """Note queries of all tokens that are fed from now on, for `evict`: call this before the prompt.
+
+        Kept are the queries of one token in `every`, and of the last 32, in float16. With 32, they take a 32nd of the
+        memory of float16 keys for each query head of a KV head. Only the attention ``"kvcache"`` has queries to note.
+        """
+        note_queries(self._passes, every)
+
+    def evict(
+        self,
+        policy: eviction.Policy,
+        keep: float = 0.25,
+        *,
+        model: Any = None,
+        input_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Keep the most important tokens of each text, and give the memory of all others back.
+
+        The first 4 tokens and the last 32 are always kept. The cache loses the others for every later question: do not
+        evict before the question is known. Quantised rows lose less, so use them first. Tokens keep their positions.
+        Lengths and masks count all tokens, as before. Rows in windows are dropped, too, and recurrent states stay. The
+        model then needs the attention ``"kvcache"``.
+
+        Parameters
+        ----------
+        policy : callable
+            `kvcache.eviction.future`, which needs `note_queries`; `kvcache.eviction.kvzip`, which needs `model` and
+            `input_ids`; or a function of a `kvcache.eviction.Prompt` that returns how important each token is.
+        keep : float, default 0.25
+            The share that is kept of the tokens that the cache has of each text, above 0 and at most 1.
+        model, input_ids
+            The model, and the tokens that it has read, ``[batch, tokens]`` with their padding. Behind padding, the
+            model must have been given positions that count from the first real token, as by `generate`.
+
+        Raises
+        ------
+        NotSupportedError
+            If no layer keeps the rows of all tokens, an indexer chooses rows, the policy needs a rotation that is not
+            known, or the prompt cannot be fed again: it has images, or the model has an encoder. Also if a layer
+            attended with dense tensors in the last pass, for another reason than its mask.
+        ValueError
+            If `keep` is out of range, `input_ids` cannot be what was fed, or the policy lacks what it needs. Whatever
+            the policy or the model raises, no token was dropped.
+        RuntimeError
+            If the policy has fed the cache or otherwise changed it. No token was dropped.
+        """
+        evict(self, self._passes, policy, keep, model, input_ids)
+
+
+class Maker(NamedTuple):
+    """Makes layers with these passes and this decoder; `follows_config`: whether a layer's window is the model's."""
+
+    passes: Passes
+    decoder: Decoder
+    follows_config: bool
+
+    def layers(self, parts: Sequence[Part]) -> list[Any]:
+        """Make the layers of a model. In the `KVCache`, layers beside others, as of an indexer's keys, follow all."""
+        count_rows = itertools.count().__next__
+        beside = self.passes.num_rows
+        layers: list[Any] = []
+        for part in parts:
+            if part.policy is not None:
+                layers.append(self._layer(count_rows(), part, beside))
+            else:
+                layers.append(self._layer(beside) if part.beside else part.own)
+            beside += len(part.beside)
+        return layers
+
+    def copy_of(self, layer: Layer) -> Layer:
+        """Make a layer like another cache's, with a copy of its state if it has a state."""
+        made = self._layer(layer.index, layer.part, layer.beside)
+        if isinstance(layer, MixedLayer):
+            assert isinstance(made, MixedLayer)
+            made.copy_state(layer)
+        return made
+
+    def _layer(self, index: int, part: Part = Part(), beside: int = 0) -> Layer:  # noqa: B008 - it is a tuple
+        """Make the layer that stands for a layer of the `KVCache`, for a part whose other layers begin at `beside`."""
+        own = self.passes.layers[index]
+        arguments = self.passes, self.decoder
+        kind: Callable[..., Any] = CrossLayer if isinstance(own.policy, CrossAttention) else Layer
+        if number_of_states := getattr(part.own, "number_of_states", 0):
+            kind = partial(MixedLayer, number_of_states)
+        elif part.keys_are_values:
+            kind = SharedLayer
+        elif not own.v_head_dim:
+            kind = IndexKeys
+        elif own.value_in_key:
+            kind = IndexedLatentLayer if part.beside else LatentLayer
+        elif part.beside:
+            kind = IndexedLayer
+        made: Any = kind(*arguments, index, self.follows_config)
+        made.part, made.beside = part, beside
+        if len(part.beside) == 1:
+            made.index_keys = self._layer(beside)
+        for i in range(0, len(part.beside) - 1, 2):  # rows for several tokens, and their inputs
+            are_keys = not part.beside[i].v_head_dim
+            rows = (PooledKeys if are_keys else Pooled)(*arguments, beside + i, self.follows_config)
+            setattr(made, "index_keys" if are_keys else "compressed", rows)
+        return made  # type: ignore[no-any-return] # each kind makes a Layer
+
+
+def _recurrent_of(layers: Sequence[Any]) -> Recurrent:
+    """Return the recurrent layers among the layers of a cache."""
+    return Recurrent(layers, [i for i, layer in enumerate(layers) if isinstance(layer, Layer)])
 
 
 KINDS: dict[str, type[Any]] = {}  # classes of `HFCache` for types of models that take no other
@@ -403,6 +671,12 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
         lengths = (layer.policy.max_len for layer in states[1].layers if isinstance(layer.policy, CrossAttention))
         longest = next(lengths, None)
         return cls(config, policy=policy, max_source_len=longest, prompts=prompts, **stored_in(states[0]))
+
+    @property
+    def source(self) -> SourceCache:
+        """The cache of the encoder's rows."""
+        source: Any = self.cross_attention_cache
+        return source  # type: ignore[no-any-return] # the base has an attribute for any cache
 
     @property
     def _parts(self) -> list[Any]:

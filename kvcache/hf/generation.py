@@ -26,7 +26,7 @@ from kvcache.cache import KVCache
 from kvcache.hf.cache import HFCache, HFEncoderDecoderCache
 from kvcache.hf.dense import NAME
 from kvcache.hf.enabling import arguments_of, has_kernels, make_cache
-from kvcache.hf.images import SOME, Images, check_sizes, features_behind, images_of
+from kvcache.hf.images import SOME, check_sizes, features_behind, images_of
 from kvcache.hf.policies import read_config
 from kvcache.hf.texts import (
     PieceByPiece,
@@ -43,6 +43,7 @@ from kvcache.hf.told import (
     FEATURES,
     NEW_NAME,
     TYPES,
+    Images,
     given_cache,
     has_others,
     name_cache,
@@ -132,7 +133,7 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
         model_kwargs[CACHE] = given
         if generation_config.is_assistant:
             given.activate_past_recording()  # to take back what was guessed wrong
-        if running is not None and isinstance(given, HFCache) and given.takes_prompt:
+        if running is not None and isinstance(given, HFCache) and given.beginnings.is_open:
             running.made.append(given)
     if running is not None and isinstance(given, (HFCache, HFEncoderDecoderCache)):
         running.cache = given
@@ -158,7 +159,7 @@ def _prepare_inputs(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: An
     cache = running.cache if running is not None and running.model is self else None
     is_left_out = not args and kwargs.get("use_cache") is not False and given_cache(kwargs) is None
     if is_left_out and isinstance(cache, HFCache):
-        cache.feed_again()
+        cache.texts.feed_again()
         kwargs |= {CACHE: cache, "next_sequence_length": None}
     return prepare_inputs(self, input_ids, *args, **kwargs)
 
@@ -214,15 +215,17 @@ def _prefill(
             features = features_behind(self.config, input_ids, model_kwargs[FEATURES], cache.get_seq_length())
             model_kwargs = model_kwargs | {FEATURES: features}
         is_held = running is not None and given_cache(running.given) is cache and not size
-        model = PieceByPiece(self, cache, size, is_held)
-        is_cut = not (cache.keeps_states or cache.follows_from_later)  # else pieces end elsewhere, or nowhere
+        model = PieceByPiece(self, cache.texts, size, is_held)
+        is_cut = not (
+            cache.texts.keeps_states or cache.texts.follows_from_later
+        )  # else pieces end elsewhere, or nowhere
     if size and not is_cut:
         generation_config = copy.copy(generation_config)
         generation_config.prefill_chunk_size = None
     result = prefill(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
     text_cache = _text_cache(cache)
     if text_cache is not None:
-        text_cache.check_complete()
+        text_cache.texts.check_complete()
     return result
 
 
@@ -237,7 +240,7 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
         _acquire(cache, input_ids, images, model_kwargs)
         if "position_ids" in model_kwargs:
             kwargs["position_ids"] = model_kwargs["position_ids"]
-        model = PieceByPiece(self, cache, generation_config.prefill_chunk_size)
+        model = PieceByPiece(self, cache.texts, generation_config.prefill_chunk_size)
     config, early_exit = self.base_model.config, generation_config.assistant_early_exit
     num_layers = getattr(config, "num_hidden_layers", None)
     try:
@@ -250,12 +253,12 @@ def _decode_assisted(self: Any, input_ids: torch.Tensor, *args: Any, generation_
 def _acquire(cache: HFCache, input_ids: torch.Tensor, images: Images | None, model_kwargs: dict[str, Any]) -> None:
     """Name the prompts to the prefix cache, if there is one, and take from it what they begin with."""
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if images is None or not cache.takes_prompt or not _has_tokens(input_ids, mask):
+    if images is None or not cache.beginnings.is_open or not _has_tokens(input_ids, mask):
         return
     counted = positions.numpy(force=True) if positions is not None and positions.ndim == 3 else None
     has_columns = _has_columns(input_ids, model_kwargs)
     if images.has_names and images.is_causal and (counted is not None or has_columns):
-        cache.acquire_with(replace(images, positions=counted), input_ids, mask)
+        cache.beginnings.acquire(replace(images, positions=counted), input_ids, mask)
     elif not has_others(model_kwargs) and has_columns:
         cache.acquire(input_ids, mask)
 
@@ -271,7 +274,7 @@ def _begin(
     cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
     is_embedded = model_kwargs.get("inputs_embeds") is not None
     if isinstance(cache, HFEncoderDecoderCache):
-        begin_source(cache, model_kwargs["encoder_outputs"][0], mask)
+        begin_source(cache.source.texts, cache.reset, model_kwargs["encoder_outputs"][0], mask)
         mask, is_embedded = model_kwargs.get("decoder_attention_mask"), False
         if mask is None:  # tell transformers that the text is whole, as it finds out of other models' masks
             generation_config = copy.copy(generation_config)
@@ -282,23 +285,23 @@ def _begin(
     if is_embedded:
         length = model_kwargs["inputs_embeds"].shape[1]
         if not feeds_all:
-            check_longer(text_cache, length, "inputs_embeds", "that cannot be compared with embeddings")
-            text_cache.text = None
+            check_longer(text_cache.texts, length, "inputs_embeds", "that cannot be compared with embeddings")
+            text_cache.texts.tokens = None
         return generation_config, None
     running, num_beams = _running.get(), max(generation_config.num_beams, generation_config.num_return_sequences)
     images = images_of(model, input_ids, model_kwargs, None if running is None else running.given, num_beams)
     if not _is_whole(input_ids, mask, generation_config):
         check_given(0, images.num_needed)
         if not feeds_all:
-            text_cache.text = None
+            text_cache.texts.tokens = None
         return generation_config, None
-    is_told, held = text_cache.text is not None, text_cache.get_seq_length()
-    if feeds_all and not text_cache.is_acquired:
-        begin_anew(text_cache, images.num_needed)
+    is_told, held = text_cache.texts.tokens is not None, text_cache.get_seq_length()
+    if feeds_all and not text_cache.texts.is_acquired:
+        begin_anew(text_cache.texts, images.num_needed)
     positions = _given_positions(model, model_kwargs)
     others = has_others(without_images(model_kwargs) if images.has_names else model_kwargs) and text_cache is cache
-    begin_text(text_cache, images, mask, positions, others)
-    goes_on = text_cache.get_seq_length() == held and not text_cache.is_acquired
+    begin_text(text_cache.texts, images, mask, positions, others, text_cache.beginnings.are_known)
+    goes_on = text_cache.get_seq_length() == held and not text_cache.texts.is_acquired
     if positions is None and (not goes_on or (is_told and images.are_given)):
         _count_positions(model, input_ids, num_beams, model_kwargs)
     _go_on_counting(text_cache, input_ids, model_kwargs, positions is None and not images.are_given)
@@ -341,11 +344,13 @@ def _go_on_counting(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[
     shown = torch.ones_like(input_ids) if mask is None else mask.long()
     usual = (shown.cumsum(1) - 1).masked_fill(shown == 0, 0)
     seen = cache.get_seq_length()
-    known = widened(cache.ahead, seen) if seen and cache.ahead is not None else None
+    known = widened(cache.texts.ahead, seen) if seen and cache.texts.ahead is not None else None
     if is_free and known is not None:
         model_kwargs["position_ids"] = positions = (usual + known[:, -1:]).expand(len(positions), -1, -1)
     ahead = positions[-3:, :, -usual.shape[1] :].amax(0) - usual
-    cache.ahead = ahead if known is None else torch.cat([known, ahead[:, seen:]], 1)  # which copies of the cache share
+    cache.texts.ahead = (
+        ahead if known is None else torch.cat([known, ahead[:, seen:]], 1)
+    )  # which copies of the cache share
 
 
 def _text_cache(cache: Any) -> HFCache | None:
@@ -396,7 +401,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Generate with a cache that was given, if any, or with caches that are made for the call."""
     running, outer = Call(self, kwargs), _running.get()
-    before = getattr(_text_cache(used), "text", None)
+    before = getattr(getattr(_text_cache(used), "texts", None), "tokens", None)
     try:
         _running.set(running)
         check_sizes(kwargs)
@@ -405,7 +410,7 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
         text = getattr(result, "sequences", result)
         filled = _text_cache(used)
         if filled is not None and isinstance(text, torch.Tensor):
-            end_text(filled, text)
+            end_text(filled.texts, text)
         if not kwargs.get("custom_generate"):
             _note_unused(self, _text_cache(running.cache))
         for cache in running.made:
@@ -417,9 +422,9 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
     except BaseException as error:
         filled = _text_cache(used)
         if filled is not None:
-            filled.drop_failed()
-            if filled.text is not before:
-                leave_text(filled, has_failed=True)
+            filled.texts.drop_failed()
+            if filled.texts.tokens is not before:
+                leave_text(filled.texts, has_failed=True)
         for cache in running.made:
             cache.reset()
         if isinstance(error, StopIteration) and kwargs.get(TYPES) is not None:  # there was no size for an image
@@ -475,9 +480,9 @@ def _begin_call(
     In training, rows follow from chance as well (dropout): then the cache is told nothing, and keeps no prompts.
     """
     inputs, is_part = dict(zip(_names_of(type(model).forward), args, strict=False)) | kwargs, _called.get() is cache
-    if model.training and not is_part and (cache.takes_prompt or cache.is_acquired):
+    if model.training and not is_part and (cache.beginnings.is_open or cache.texts.is_acquired):
         warn("kvcache: the prefix cache keeps nothing of a model in training mode: call model.eval() first")
-    cache.tell({} if model.training else inputs, is_part)
+    cache.beginnings.tell({} if model.training else inputs, is_part)
     return None if is_part else _called.set(cache)
 
 
@@ -485,7 +490,7 @@ def _begin_call(
 def _end_call(cache: HFCache, token: Token[HFCache | None], has_failed: bool) -> None:
     """End what `_begin_call` began."""
     _called.reset(token)
-    cache.tell_end(has_failed)
+    cache.beginnings.tell_end(has_failed)
 
 
 @functools.cache

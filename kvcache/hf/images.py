@@ -9,16 +9,13 @@ import hashlib
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import GenerationMixin, PreTrainedConfig
 from transformers.generation.utils import _slice_mm_encoder_output as features_at
 
-from kvcache.hf.told import FEATURES, NAMED, NONE, READ, TYPES, has_others, without_images
+from kvcache.hf.told import FEATURES, NAMED, NONE, READ, TYPES, Images, has_others, without_images
 
 MODALITIES = ("image", "video")  # by the number that TYPES has for their tokens, from 1
 GRIDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
@@ -37,29 +34,6 @@ SOME = (
 NO_IMAGES = ("input_ids", "inputs", "attention_mask", TYPES, "token_type_ids")  # of the arguments of generate
 
 Given: TypeAlias = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Images:
-    """A text that `generate` is given, with what is known of its images."""
-
-    tokens: torch.Tensor  # [batch, columns], for the tokens of a known image numbers below NAMED that follow from it
-    lacking: torch.Tensor  # [batch, columns], which tokens stand for an image or sound, and nothing is given for them
-    unnamed: torch.Tensor  # [batch, columns], which stand for what is given, and is not known
-    has_names: bool  # whether there are images, and all are known
-    is_causal: bool  # whether the rows of images follow from nothing behind them, and from no other arguments
-    positions: npt.NDArray[np.int64] | None = None  # where the model counts height and width, [axes, batch, columns]
-
-    @property
-    def are_given(self) -> bool:
-        """Whether there are images, and all are given."""
-        return not self.num_needed and (self.has_names or bool(self.unnamed.any()))
-
-    @property
-    def num_needed(self) -> int:
-        """The first columns that a cache must hold, because nothing is given for the last token of them."""
-        columns = self.lacking.any(0).nonzero()
-        return int(columns[-1]) + 1 if len(columns) else 0
 
 
 def images_of(model: Any, input_ids: torch.Tensor, model_kwargs: Given, given: Given | None, num_beams: int) -> Images:

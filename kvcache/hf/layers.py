@@ -11,6 +11,7 @@ weight, not the latents, which gives the same numbers: ``q . (W latent) = (q W) 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvcache.arguments import INT32_MAX
 from kvcache.errors import NotSupportedError
@@ -156,7 +157,7 @@ class Layer(CacheLayerMixin):
 
     def __init__(self, passes: Passes, decoder: Decoder, index: int, follows_config: bool) -> None:
         self.passes, self.decoder, self.index, self.follows_config = passes, decoder, index, follows_config
-        own = passes.cache.layers[index]
+        own = passes.layers[index]
         policy = own.policy
         self.num_selected = passes.num_selected if own.sketch else None  # the rows that a token selects
         self.window = window_of(policy)  # the most tokens that a query sees; 0: all
@@ -309,10 +310,25 @@ class CrossLayer(Layer):
         seq_ids = self.passes.seq_ids
         if not seq_ids:
             raise RuntimeError("nothing was stored of an encoder: run the decoder with what the encoder made first")
-        own = self.passes.cache.layers[self.index]
+        own = self.passes.layers[self.index]
         shape = len(seq_ids), own.num_kv_heads, num_columns
         rows = LayerRows(self, None, None, num_columns, seq_ids)
         return rows.tensors((*shape, own.head_dim), (*shape, own.v_head_dim))
+
+
+class MixedLayer(LinearAttentionLayer, Layer):  # type: ignore[override] # one base has an attribute, one a property
+    """A layer with a recurrent state beside its keys and values."""
+
+    is_compileable = False
+
+    def __init__(self, number_of_states: int, *args: Any) -> None:
+        Layer.__init__(self, *args)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def copy_state(self, other: MixedLayer) -> None:
+        """Take a copy of another layer's state."""
+        for name in vars(LinearAttentionLayer()):
+            setattr(self, name, copy.deepcopy(getattr(other, name)))
 
 
 class Latents(Rows):

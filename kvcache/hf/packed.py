@@ -133,7 +133,7 @@ class Packed:
         [self.nobody.seq_id] = self._passes.new_ids(1)
         self._held: list[Text] = []  # the texts whose states the recurrent layers hold, in the order of the batch
         apart = {name: value for name, value in arguments.items() if name in ("policy", "prompts")}
-        self._check(HFCache(model.config, **apart, **types_of(self._passes.cache.layers[0])))
+        self._check(HFCache(model.config, **apart, **types_of(self._passes.layers[0])))
 
     @property
     def recurrent(self) -> Recurrent:
@@ -170,7 +170,7 @@ class Packed:
         try:
             self._hold(texts)
             result = self._model(**inputs, **{CACHE: self._cache}, use_cache=True)
-            self._cache.check_complete()
+            self._cache.texts.check_complete()
             self._passes.end()
         except BaseException:
             self._passes.drop()

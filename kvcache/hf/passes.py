@@ -197,13 +197,14 @@ class Passes:
     ) -> None:  # fmt: skip
         self.cache, self.turns, self.has_readers, self.num_selected = cache, turns, has_readers, select
         self.num_rows, self.config = num_rows, config
+        self.layers = cache.layers
         self.is_called = False  # whether a call of the model runs, of which `note_call` was told
         self.last: ForwardPass | None = None  # that runs, or ran last
         self.queries: Queries | None = None  # of the tokens, for `HFCache.evict`; None: they are not noted
         self.seq_ids: list[int] = []  # the sequence of each batch index
         self.forget()
         self._num_layers = cache.num_layers
-        self.is_source = [isinstance(layer.policy, CrossAttention) for layer in cache.layers]  # over an encoder
+        self.is_source = [isinstance(layer.policy, CrossAttention) for layer in self.layers]  # over an encoder
         self.calls = {"kernel": 0, "dense": 0, "fallback": 0}  # how often a layer was attended over by each means
         if select is not None:
             self.calls["select"] = 0  # of the calls of kernels, those that selected rows
@@ -332,7 +333,7 @@ class Passes:
     @property
     def has_gaps(self) -> bool:
         """Whether tokens were evicted, so that rows are not side by side, or the last ones are missing."""
-        full = next((i for i, layer in enumerate(self.cache.layers) if layer.policy == FullAttention()), None)
+        full = next((i for i, layer in enumerate(self.layers) if layer.policy == FullAttention()), None)
         if full is None:
             return False
         ends = zip(self.seq_ids, (self.num_seen - offset for offset in self.offsets), strict=True)

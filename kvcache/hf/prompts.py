@@ -17,11 +17,11 @@ from transformers import PreTrainedConfig
 from kvcache.arguments import INT64_MAX
 from kvcache.arrays import Precision, to_precision
 from kvcache.errors import CacheFullError, NotSupportedError
-from kvcache.hf.images import Images
 from kvcache.hf.policies import BY_ONE_TOKEN, both_ways, rotation_by_length
 from kvcache.hf.told import (
     FEATURES,
     UNKNOWN,
+    Images,
     Tokens,
     count_leading,
     has_positions,

@@ -6,7 +6,6 @@ back only to where it was kept.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -17,7 +16,6 @@ from safetensors.torch import load, save
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvcache.errors import NotSupportedError
-from kvcache.hf.layers import Layer
 
 # Parts of a layer: its keys and values, the keys of an indexer, and its first state. Others follow that one.
 ROWS, KEYS, STATE = -1, -2, 0
@@ -27,34 +25,20 @@ MOST_KEPT = 4  # columns behind which states are kept
 Narrowed: TypeAlias = tuple[Any, int, torch.Tensor]  # a layer, the index of a convolution, and its state
 
 
-class MixedLayer(LinearAttentionLayer, Layer):  # type: ignore[override] # one base has an attribute, one a property
-    """A layer with a recurrent state beside its keys and values."""
-
-    is_compileable = False
-
-    def __init__(self, number_of_states: int, *args: Any) -> None:
-        Layer.__init__(self, *args)
-        LinearAttentionLayer.__init__(self, number_of_states)
-
-    def copy_state(self, other: MixedLayer) -> None:
-        """Take a copy of another layer's state."""
-        for name in vars(LinearAttentionLayer()):
-            setattr(self, name, copy.deepcopy(getattr(other, name)))
-
-
 class Recurrent:
     """The recurrent layers of a cache, and how far the model has come through all layers.
 
     In each pass it comes to the parts of the layers, a state or the rows, in the same order. So a pass begins where a
     part is reached again; if it does before the last one was through, that one failed, and some states have its tokens.
+    `layers` are all layers of the cache, `rows` the indices of those that have keys and values.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:
         self.layers: dict[int, Any] = {
             i: layer for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionLayer)
         }
         self._all = {(i, STATE) for i in self.layers}  # indices of layers, and their parts
-        self._all |= {(i, ROWS) for i, layer in enumerate(layers) if isinstance(layer, Layer)}
+        self._all |= {(i, ROWS) for i in rows}
         self._all |= {(i, KEYS) for i, layer in enumerate(layers) if getattr(layer, "index_keys", None) is not None}
         self._reached: set[tuple[int, int]] = set()
         # By rising column: the state of each row behind it. Caches that go on from the same tokens share the bytes.

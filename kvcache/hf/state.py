@@ -99,8 +99,8 @@ class SaveableBatch:
         for part in self._parts:
             passes = part._passes
             passes.end()
-            if part.has_lost_state:
-                part._begin_anew()
+            if part.texts.has_lost_state:
+                part.texts.begin_anew()
             held = _tokens_of(part, tokens)
             [marker] = passes.new_ids(1)
             held[marker] = _batch_tokens(part)
@@ -175,9 +175,11 @@ class SaveableBatch:
         if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
             raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
         for filler in fillers:
-            filler.part._go_on_from(filler.seq_ids, filler.seen, filler.offsets, filler.text)
-            filler.part.ahead = torch.tensor(filler.ahead) if filler.ahead else None
-            filler.part.follows_from_others = filler.text is not None and bool(places_in(config, filler.text).any())
+            texts = filler.part.texts
+            texts.tokens = filler.text
+            filler.part.beginnings.go_on_from(filler.seq_ids, filler.seen, filler.offsets)
+            texts.ahead = torch.tensor(filler.ahead) if filler.ahead else None
+            texts.follows_from_others = filler.text is not None and bool(places_in(config, filler.text).any())
         if behind == state.RECURRENT:
             try:
                 _restore_states(fillers[0], held, states[1], config)
@@ -214,8 +216,8 @@ def _batch_tokens(part: Any) -> list[int]:
     """Return the tokens that say which sequences are the rows of a batch, and how far positions are ahead, if known."""
     passes = part._passes
     version, ahead = BATCH_VERSION, []
-    if part.ahead is not None and passes.num_seen:
-        version, ahead = BATCH_OF_IMAGES, widened(part.ahead, passes.num_seen).flatten().tolist()
+    if part.texts.ahead is not None and passes.num_seen:
+        version, ahead = BATCH_OF_IMAGES, widened(part.texts.ahead, passes.num_seen).flatten().tolist()
     return [version, passes.num_seen, *passes.seq_ids, *ahead]
 
 
@@ -227,11 +229,11 @@ def _has_tokens(part: Any) -> bool:
 def _tokens_of(part: Any, tokens: Any) -> dict[int, list[int]]:
     """Return what a cache, or its user, knows of the tokens of each sequence, without the padding before the first."""
     passes = part._passes
-    text = None if part.text is None or len(part.text) != len(passes.seq_ids) else part.text
+    text = None if part.texts.tokens is None or len(part.texts.tokens) != len(passes.seq_ids) else part.texts.tokens
     if not _has_tokens(part):  # a digest of each row's source
         return {} if text is None else dict(zip(passes.seq_ids, text.tolist(), strict=True))
     if tokens is not None:
-        text = _add_tokens(text, _check_tokens(passes, tokens), part.has_moved_rows)
+        text = _add_tokens(text, _check_tokens(passes, tokens), part.texts.has_moved_rows)
     if text is None:
         return {}
     rows = zip(passes.seq_ids, text[:, : passes.num_seen], passes.offsets, strict=True)

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from kvcache.errors import RowsGoneError
-from kvcache.hf.cache import HFCache, HFEncoderDecoderCache
-from kvcache.hf.images import Images, features_between
-from kvcache.hf.told import FEATURES, NAMED, NONE, TYPES, UNKNOWN, at_positions
+from kvcache.hf.batch import TextBatch
+from kvcache.hf.images import features_between
+from kvcache.hf.told import FEATURES, NAMED, NONE, TYPES, UNKNOWN, Images, at_positions
 from kvcache.models.shapes import PREFILL_TOKENS
 from kvcache.policy import window_of
 
 
 def begin_text(
-    cache: HFCache,
+    texts: TextBatch,
     images: Images,
     mask: torch.Tensor | None,
     positions: torch.Tensor | None,
     follows_from_others: bool,
+    has_prefix: bool,
 ) -> None:
     """Cut a cache to the columns it shares with a text that `generate` is given as a whole, and note the text.
 
@@ -41,36 +42,36 @@ def begin_text(
     fed that are not given. `positions` of None are the usual ones.
     """
     needed, tokens = images.num_needed, images.tokens
-    if cache.has_lost_state:
-        _cut(cache, 0 if cache.text is None else cache.get_seq_length(), needed)
-    if cache.goes_on_by_one_token and tokens.shape[1] > cache.get_seq_length() + 1:
-        begin_anew(cache, needed)
-    seen, length = cache.get_seq_length(), tokens.shape[1]
+    if texts.has_lost_state:
+        _cut(texts, 0 if texts.tokens is None else texts.length, needed)
+    if texts.goes_on_by_one_token and tokens.shape[1] > texts.length + 1:
+        begin_anew(texts, needed)
+    seen, length = texts.length, tokens.shape[1]
     text = tokens if mask is None else tokens.masked_fill(~mask.bool(), NONE)
     if positions is not None:
         positions = _positions_of(text, positions)
         text = at_positions(text, positions, (text != NONE).cumsum(1) - 1)
-    _match_beams(cache, text)
-    cache.check_batch_size(len(text))
-    if cache.text is not None and seen:
-        known = cache.text[:, :seen]
+    _match_beams(texts, text)
+    texts.check_batch_size(len(text))
+    if texts.tokens is not None and seen:
+        known = texts.tokens[:, :seen]
         begin = text[:, : known.shape[1]]  # changed in place: an image that is held, and not given, is the same
         is_held = images.lacking[:, : known.shape[1]] & (known[:, :length] < NAMED)
         begin[is_held] = known[:, :length][is_held]
         num_common = _count_common(known, text)
-        has_others = follows_from_others or cache.follows_from_others or (images.has_names and cache.has_prefix)
+        has_others = follows_from_others or texts.follows_from_others or (images.has_names and has_prefix)
         if images.unnamed[:, :seen].any():
-            _cut(cache, 0, needed)
+            _cut(texts, 0, needed)
         elif length <= seen or num_common < known.shape[1]:
-            _cut(cache, 0 if has_others else min(num_common, length - 1), needed)
-    elif not cache.is_acquired:
-        check_longer(cache, length, "input_ids", "that it was not told")
-    if not cache.is_begun_by(text, NONE):
-        begin_anew(cache, needed)
-    check_given(cache.get_seq_length(), needed)
-    cache.text, cache.has_moved_rows = text, False
-    cache.next_positions = None if positions is None else positions[..., -1:] + 1
-    cache.follows_from_others |= follows_from_others
+            _cut(texts, 0 if has_others else min(num_common, length - 1), needed)
+    elif not texts.is_acquired:
+        check_longer(texts, length, "input_ids", "that it was not told")
+    if not texts.is_begun_by(text, NONE):
+        begin_anew(texts, needed)
+    check_given(texts.length, needed)
+    texts.tokens, texts.has_moved_rows = text, False
+    texts.next_positions = None if positions is None else positions[..., -1:] + 1
+    texts.follows_from_others |= follows_from_others
 
 
 def check_given(num_kept: int, needed: int) -> None:
@@ -94,9 +95,9 @@ def _positions_of(text: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return given.reshape(-1, 1 if given.ndim == 1 else given.shape[-2], num_columns).expand(-1, batch_size, -1)
 
 
-def check_longer(cache: HFCache, length: int, name: str, why: str) -> None:
+def check_longer(texts: TextBatch, length: int, name: str, why: str) -> None:
     """Raise ValueError unless a text is longer than what a cache holds, which cannot be compared with it (`why`)."""
-    seen = cache.get_seq_length()
+    seen = texts.length
     if seen > 0 and length <= seen:
         raise ValueError(
             f"{name} has {length} tokens, and the cache holds {seen} tokens {why}: crop the cache to what both begin"
@@ -104,76 +105,80 @@ def check_longer(cache: HFCache, length: int, name: str, why: str) -> None:
         )
 
 
-def end_text(cache: HFCache, tokens: torch.Tensor) -> None:
+def end_text(texts: TextBatch, tokens: torch.Tensor) -> None:
     """Note the whole text that `generate` returns, unless the rows of the batch changed places (beam search)."""
-    cache.finish()
-    if cache.text is None:
+    texts.finish()
+    if texts.tokens is None:
         return
-    num_given = cache.text.shape[1]
-    is_next = not cache.has_moved_rows and len(tokens) == len(cache.text) and tokens.shape[1] >= num_given
-    if is_next and ((tokens[:, :num_given] == cache.text) | (cache.text < 0)).all():
-        new = tokens[:, num_given : cache.get_seq_length()]
-        if cache.next_positions is not None:
+    num_given = texts.tokens.shape[1]
+    is_next = not texts.has_moved_rows and len(tokens) == len(texts.tokens) and tokens.shape[1] >= num_given
+    if is_next and ((tokens[:, :num_given] == texts.tokens) | (texts.tokens < 0)).all():
+        new = tokens[:, num_given : texts.length]
+        if texts.next_positions is not None:
             columns = torch.arange(new.shape[1])
-            new = at_positions(new, cache.next_positions + columns, (cache.text != NONE).sum(1, keepdim=True) + columns)
-        cache.text = torch.cat([cache.text, new], 1)
+            new = at_positions(
+                new, texts.next_positions + columns, (texts.tokens != NONE).sum(1, keepdim=True) + columns
+            )
+        texts.tokens = torch.cat([texts.tokens, new], 1)
     else:
-        leave_text(cache)
+        leave_text(texts)
 
 
-def leave_text(cache: HFCache, has_failed: bool = False) -> None:
+def leave_text(texts: TextBatch, has_failed: bool = False) -> None:
     """Note that nobody told what `generate` fed behind the text that it was given, or that it fed less.
 
     Forget all where it did not feed the whole prompts that it acquired: others may come in their place. If it failed
     (`has_failed`), a recurrent layer may lack the last tokens. Then the next text goes back to kept states, because no
     token behind these is known.
     """
-    if cache.lacks_prompt:
-        cache.reset()
-    seen = cache.get_seq_length()
-    if cache.text is not None:
-        known = cache.text[:, : cache.recurrent.last_kept(seen) if has_failed and cache.recurrent else seen]
-        cache.text = torch.nn.functional.pad(known, (0, seen - known.shape[1]), value=UNKNOWN)
+    if texts.lacks_prompt:
+        texts.reset()
+    seen = texts.length
+    if texts.tokens is not None:
+        known = texts.tokens[:, : texts.recurrent.last_kept(seen) if has_failed and texts.recurrent else seen]
+        texts.tokens = torch.nn.functional.pad(known, (0, seen - known.shape[1]), value=UNKNOWN)
 
 
-def begin_source(cache: HFEncoderDecoderCache, encoded: torch.Tensor, mask: torch.Tensor | None) -> None:
+def begin_source(
+    held: TextBatch, reset: Callable[[], None], encoded: torch.Tensor, mask: torch.Tensor | None
+) -> None:  # fmt: skip
     """Reset a cache that holds the rows of another source, and note this one by a digest of each row.
 
-    `encoded` is what the encoder made, ``[batch, tokens, dim]``; NaN alone stands for the source that the cache holds.
-    A cache that was filled with a source that nobody told it is taken to hold this one. Raise ``ValueError``, and
-    change nothing, if a source that is not known to be another one has more or fewer rows, or if NaN stands for none.
+    `held` are the sources of the cache that `reset` resets. `encoded` is what the encoder made, ``[batch, tokens,
+    dim]``; NaN alone stands for the source that the cache holds. A cache that was filled with a source that nobody told
+    it is taken to hold this one. Raise ``ValueError``, and change nothing, if a source that is not known to be another
+    one has more or fewer rows, or if NaN stands for none.
     """
     if encoded.isnan().all():
-        _check_held(cache.cross_attention_cache, len(encoded))
+        _check_held(held, len(encoded))
         return
     parts = [x.detach().contiguous().view(torch.uint8).flatten(1) for x in (encoded, mask) if x is not None]
     rows = torch.cat(parts, 1).numpy(force=True)
     source = torch.tensor([list(hashlib.blake2b(row).digest()) for row in rows])
-    held: Any = cache.cross_attention_cache
-    if held.text is not None and not torch.equal(held.text, source):
-        cache.reset()
+    if held.tokens is not None and not torch.equal(held.tokens, source):
+        reset()
     held.check_batch_size(len(source))
-    held.text = source
+    held.tokens = source
 
 
-def _check_held(cache: Any, batch_size: int) -> None:
+def _check_held(held: TextBatch, batch_size: int) -> None:
     """Raise ValueError unless a cache holds an encoder's rows for so many texts."""
-    cache.check_batch_size(batch_size)
-    if cache.batch_size < 0:
+    held.check_batch_size(batch_size)
+    if held.batch_size < 0:
         raise ValueError(
             "encoder_outputs is NaN, which stands for the source that the cache holds, and it holds none: give what the"
             " encoder makes of the source"
         )
 
 
-def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
+def _match_beams(texts: TextBatch, text: torch.Tensor) -> None:
     """Keep as many rows of each prompt as the text has, where the rows of both are beams of the same prompts.
 
     Beams of a prompt are neighbours. The cache knows the same tokens of them: only the prompt. Behind it, the text's
     rows may differ, as the sequences do that a beam search returns.
     """
-    held = cache.text
-    if held is None or len(held) == len(text) or held.shape[1] < cache.get_seq_length():
+    held = texts.tokens
+    if held is None or len(held) == len(text) or held.shape[1] < texts.length:
         return
     num_prompts = math.gcd(len(held), len(text))
     num_held, num_given = len(held) // num_prompts, len(text) // num_prompts
@@ -184,7 +189,7 @@ def _match_beams(cache: HFCache, text: torch.Tensor) -> None:
     )
     if all(are_beams):
         first_beams = torch.arange(0, len(held), num_held)
-        cache.batch_select_indices(first_beams.repeat_interleave(num_given))
+        texts.select(first_beams.repeat_interleave(num_given), "indices")
 
 
 def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
@@ -197,28 +202,28 @@ def _count_common(known: torch.Tensor, text: torch.Tensor) -> int:
     return int(columns[0]) if len(columns) else n
 
 
-def _cut(cache: HFCache, length: int, needed: int) -> None:
+def _cut(texts: TextBatch, length: int, needed: int) -> None:
     """Keep the first tokens; none where a layer cannot go back to there, or their rows follow from what is cut off.
 
     Recurrent layers go back to the last kept states before. If none is kept, this is `begin_anew`. Raise ``ValueError``
     as `check_given` does.
     """
-    if cache.recurrent:
-        length = cache.recurrent.last_kept(length)
-    if length and not cache.follows_from_later and not cache.begins_behind(length):
+    if texts.recurrent:
+        length = texts.recurrent.last_kept(length)
+    if length and not texts.follows_from_later and not texts.begins_behind(length):
         check_given(length, needed)
         try:
-            cache.crop(length - cache.get_seq_length())
+            texts.crop(length - texts.length)
             return
         except RowsGoneError:  # a window has moved on
             pass
-    begin_anew(cache, needed)
+    begin_anew(texts, needed)
 
 
-def begin_anew(cache: HFCache, needed: int) -> None:
+def begin_anew(texts: TextBatch, needed: int) -> None:
     """Forget all tokens; raise ValueError, and change nothing, if images of a text are not given (`check_given`)."""
     check_given(0, needed)
-    cache.reset()
+    texts.reset()
 
 
 CHECKPOINT_TOKENS = 2048  # a state may take as much memory as the rows of so many tokens
@@ -239,10 +244,10 @@ class PieceByPiece:
     attributes are found here, too. A prompt whose rows depend on later tokens is never cut.
     """
 
-    def __init__(self, model: Any, cache: HFCache, size: int | None, is_held: bool = False) -> None:
-        self._model, self._cache = model, cache
-        self._goes_back = is_held and bool(cache.recurrent) and not cache.keeps_states
-        self._size = size or (CHECKPOINT_TOKENS if cache.keeps_states else PREFILL_TOKENS)
+    def __init__(self, model: Any, texts: TextBatch, size: int | None, is_held: bool = False) -> None:
+        self._model, self._texts = model, texts
+        self._goes_back = is_held and bool(texts.recurrent) and not texts.keeps_states
+        self._size = size or (CHECKPOINT_TOKENS if texts.keeps_states else PREFILL_TOKENS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -251,7 +256,7 @@ class PieceByPiece:
         """Feed what a pass of the model is given."""
         for piece in self._cut(inputs):
             result = self._model(**piece)
-            self._cache.check_complete()
+            self._texts.check_complete()
         return result
 
     def _cut(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -259,14 +264,14 @@ class PieceByPiece:
         given = {name: axis for name, axis in TOKENS.items() if inputs.get(name) is not None}
         lengths = {inputs[name].shape[axis] for name, axis in given.items()}
         num_tokens, mask = max(lengths, default=0), inputs.get("attention_mask")
-        known = (FEATURES, TYPES) if self._cache.knows_images else ()
+        known = (FEATURES, TYPES) if self._texts.knows_images else ()
         if len(lengths) > 1 or not self._gains(num_tokens) or not _follows_columns(inputs, known):
             return [inputs]
-        seen = self._cache.get_seq_length()
+        seen = self._texts.length
         if mask is not None and mask.shape[1] != seen + num_tokens:
             return [inputs]
         ends = self._ends(num_tokens, seen, inputs.get("logits_to_keep") or 1)
-        if mask is not None and self._cache.recurrent:
+        if mask is not None and self._texts.recurrent:
             ends = _join_hidden(ends, mask[:, seen:].bool().all(0).tolist())
         begin, pieces = 0, []
         for end in ends:
@@ -286,8 +291,8 @@ class PieceByPiece:
         last piece is the last token, so that the whole prompt may come again, or with a store what follows the last
         full block.
         """
-        if self._cache.keeps_states:
-            columns = self._cache.ends_of_states(seen, seen + num_tokens - num_last, self._size)
+        if self._texts.keeps_states:
+            columns = self._texts.ends_of_states(seen, seen + num_tokens - num_last, self._size)
             return [*(column - seen for column in columns), num_tokens]
         size = max(self._size, num_last) if self._exceeds_windows(num_tokens) else num_tokens
         ends = {*range((num_tokens - 1) % size + 1, num_tokens + 1, size)}
@@ -297,13 +302,13 @@ class PieceByPiece:
 
     def _gains(self, num_tokens: int) -> bool:
         """Whether a pass of so many tokens takes less memory in pieces, or leaves states for other texts."""
-        if self._cache.goes_on_by_one_token or self._cache.follows_from_later:
+        if self._texts.goes_on_by_one_token or self._texts.follows_from_later:
             return False
-        return self._goes_back or self._cache.keeps_states or self._exceeds_windows(num_tokens)
+        return self._goes_back or self._texts.keeps_states or self._exceeds_windows(num_tokens)
 
     def _exceeds_windows(self, num_tokens: int) -> bool:
         """Whether a layer would hold more of a pass of so many tokens than it sees, and than a piece has."""
-        windows = (window for policy in self._cache.policy if (window := window_of(policy)))
+        windows = (window for policy in self._texts.policy if (window := window_of(policy)))
         return num_tokens > max(self._size, min(windows, default=num_tokens))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -207,3 +208,26 @@ def has_positions(
             fits = fits and (len(expected) == 1 or len(found) in (1, len(expected)))
             has &= (found == expected).all(0) | is_padding if fits else False
     return has if given[0] is not None else has & (begins == 0) & (usual == behind).all(0)
+
+
+@dataclass(frozen=True)
+class Images:
+    """A text that `generate` is given, with what is known of its images."""
+
+    tokens: torch.Tensor  # [batch, columns], for the tokens of a known image numbers below NAMED that follow from it
+    lacking: torch.Tensor  # [batch, columns], which tokens stand for an image or sound, and nothing is given for them
+    unnamed: torch.Tensor  # [batch, columns], which stand for what is given, and is not known
+    has_names: bool  # whether there are images, and all are known
+    is_causal: bool  # whether the rows of images follow from nothing behind them, and from no other arguments
+    positions: npt.NDArray[np.int64] | None = None  # where the model counts height and width, [axes, batch, columns]
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there are images, and all are given."""
+        return not self.num_needed and (self.has_names or bool(self.unnamed.any()))
+
+    @property
+    def num_needed(self) -> int:
+        """The first columns that a cache must hold, because nothing is given for the last token of them."""
+        columns = self.lacking.any(0).nonzero()
+        return int(columns[-1]) + 1 if len(columns) else 0

@@ -246,7 +246,7 @@ def test_another_thread_waits_until_rows_are_decoded(monkeypatch):
     other, decode = copy.deepcopy(cache), Decoder.decode_rows
 
     def decode_late(decoder, index, *args):
-        if decoder is cache._decoder and index == cache.layers[-1].compressed.index and not threads:
+        if decoder is cache.texts.decoder and index == cache.layers[-1].compressed.index and not threads:
             threads.append(threading.Thread(target=logits_of, args=(model, other, tokens, [16])))
             threads[0].start()
             threads[0].join(0.1)

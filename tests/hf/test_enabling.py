@@ -218,7 +218,7 @@ def test_pickled_models():
     enable(model, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
     again = pickle.loads(pickle.dumps(model))
     assert "dtype='bf16'" in repr(again.generate(tokens, **OPTIONS).past_key_values)
-    assert again.generate(tokens, **OPTIONS).past_key_values.takes_prompt is False
+    assert again.generate(tokens, **OPTIONS).past_key_values.beginnings.is_open is False
     disable(again)
     assert again.config._attn_implementation == "eager"
 

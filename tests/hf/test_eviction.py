@@ -152,7 +152,7 @@ def test_queries_are_moved_as_the_model_rotates_them(kind):
         cache.note_queries(1)
         with torch.inference_mode():
             model(tokens, past_key_values=cache, position_ids=begin + torch.arange(40)[None])
-        cache.finish()
+        cache.texts.finish()
         ropes = eviction_ropes(cache)
         noted.append(Prompt(cache._cache, cache._passes.seq_ids[0], cache._passes.queries, ropes=ropes))
     for layer in (0,):
@@ -165,7 +165,7 @@ def test_queries_are_moved_as_the_model_rotates_them(kind):
 def eviction_ropes(cache):
     from kvcache.hf.policies import ropes_of
 
-    return ropes_of(cache._config, cache._cache)
+    return ropes_of(cache._passes.config, cache._cache)
 
 
 def test_a_rotation_that_follows_the_length():
@@ -470,7 +470,7 @@ def test_refused():
     model, tokens = model_of(), texts()
     cache = HFCache(model.config)
     prefill(model, cache, tokens)
-    cache.finish()
+    cache.texts.finish()
     calls = {
         r"keep=1.5: must be above 0 and at most 1": lambda: cache.evict(third, 1.5),
         r"no queries of sequence": lambda: cache.evict(future),

@@ -653,7 +653,7 @@ def test_a_pass_that_failed_elsewhere_and_was_dropped():
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     assert cache.get_seq_length() == 20
-    cache.finish()
+    cache.texts.finish()
     assert len(prefix.cache.sequences) == 1
 
 
@@ -868,7 +868,7 @@ def test_images_of_a_second_turn_are_not_kept():
     for text in (tokens, torch.cat([tokens, tokens], 1)):
         text[:, LONG:][:, 5:] = 90
         with torch.inference_mode():
-            model(text[:, cache.acquire(text) if cache.takes_prompt else LONG :], past_key_values=cache)
+            model(text[:, cache.acquire(text) if cache.beginnings.is_open else LONG :], past_key_values=cache)
     cache.release(text)
     assert prefix.acquire(text[0].tolist())[1] == LONG + 5
 

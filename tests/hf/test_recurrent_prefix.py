@@ -427,6 +427,6 @@ def test_where_a_prompt_is_cut(num_tokens, seen, options, lengths):
     cache.acquire(tokens)
     if seen:
         logits(model, cache, tokens[:, :seen])
-    pieces = PieceByPiece(lambda **given: passes.append(given), cache, 64)
+    pieces = PieceByPiece(lambda **given: passes.append(given), cache.texts, 64)
     pieces(input_ids=tokens[:, seen:], **options)
     assert [given["input_ids"].shape[1] for given in passes] == lengths

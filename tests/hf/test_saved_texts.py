@@ -268,7 +268,7 @@ def test_a_file_that_knows_other_lengths(tmp_path, held):
     tokens = {**dict(zip(ids, held, strict=True)), 90: [1, 25, *ids]}
     cache._cache.save(tmp_path / "chat", [*ids, 90], tokens=tokens)
     loaded = HFCache.load(model.config, tmp_path / "chat")
-    assert (0 if loaded.text is None else loaded.text.shape[1]) == min(25, *map(len, held))
+    assert (0 if loaded.texts.tokens is None else loaded.texts.tokens.shape[1]) == min(25, *map(len, held))
     assert torch.equal(generate(model, loaded, text), fresh(model, text))
 
 

@@ -351,7 +351,7 @@ def test_either_name_of_the_argument(name):
     want = fresh(model, tokens)
     for _ in range(2):
         assert torch.equal(model.generate(tokens, **{name: cache}, **options), want)
-        assert torch.equal(cache.text, want[:, :-1])
+        assert torch.equal(cache.texts.tokens, want[:, :-1])
     with pytest.raises(ValueError, match="use_cache=False"):
         model.generate(tokens, **{name: cache}, use_cache=False, **options)
 

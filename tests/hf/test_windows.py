@@ -150,7 +150,7 @@ TOKENS = torch.ones(1, 1_100, dtype=torch.long)
 )
 def test_where_a_prompt_is_cut(model, inputs, lengths):
     passes = []
-    pieces = PieceByPiece(lambda **given: passes.append(given), HFCache(model.config), None)
+    pieces = PieceByPiece(lambda **given: passes.append(given), HFCache(model.config).texts, None)
     pieces(input_ids=TOKENS, **inputs)
     assert [given["input_ids"].shape[1] for given in passes] == lengths
     if len(lengths) > 1 and "position_ids" in inputs:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcache.hf.choosing import Query
+from kvcache.hf.choosing import Compressed, Places, Query, SharedLayer, Taken
 from kvcache.hf.dense import NAME
 from kvcache.hf.lazy import Mask
 from kvcache.hf.passes import Passes
-from kvcache.hf.pooling import Compressed, Places, SharedLayer, Taken
 
 
 def attend(

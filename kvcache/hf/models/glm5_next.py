@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcache.hf.choosing import Query
+from kvcache.hf.choosing import PooledKeys, Query
 from kvcache.hf.lazy import ChosenMask
-from kvcache.hf.pooling import PooledKeys
 
 
 def choose(

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcache.errors import NotSupportedError
-from kvcache.hf.choosing import Query
+from kvcache.hf.choosing import PooledKeys, Query
 from kvcache.hf.lazy import ChosenMask, Mask
-from kvcache.hf.pooling import PooledKeys
 
 
 def choose(
