@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from attention_report import Report, Samples, wanted
-from entrants import Entrant, Shape, attending, core, empty, filled, layers_of, reading_rows, set_up
+from attention_report import Report, wanted
+from entrants import Entrant, Shape, attending, empty, filled, reading_rows, set_up
 from figures import quotients
 from yardstick import Memory
 
@@ -19,36 +18,6 @@ def cost(report: Report, name: str, shape: Shape, one: Entrant, plain: Entrant, 
     one_s, plain_s = report.compete([one, plain], shape.threads)
     note = f"{1e6 * statistics.median(plain_s):,.1f} µs" + (note and f"; {note}")
     report.line(name, shape, one_s, (one_s, plain_s), want, note)
-
-
-def ragged(report: Report, shape: Shape) -> None:
-    longest = max(320, round(shape.context * 10_000 / 8192))
-    lengths = np.linspace(10, longest, 32).astype(int)
-    total = int(lengths.sum())
-    whole = replace(shape, context=total)
-    batch = empty(whole, max_sequences=0)
-    for seq_id, length in enumerate(lengths):
-        batch.append(int(length) - 1, seq_id)
-    alone = filled(whole, block_size=64, max_seq_len=0)
-    with batch, alone:
-        many, one = attending(shape, batch, num_seqs=32), attending(whole, alone)
-        name, note = "32 ragged sequences, cost over one sequence of as many bytes", f"10 to {longest:,} tokens"
-        cost(report, name, whole, many, one, wanted("ragged"), note)
-
-
-def shared_prefix(report: Report, shape: Shape, count: int = 8, own: int = 64) -> None:
-    shared, apart = (empty(shape, layers=layers_of(shape.nbytes * count), max_sequences=0) for _ in range(2))
-    shared.append(shape.context - own)
-    for seq_id in range(count):
-        if seq_id:
-            shared.fork(0, seq_id)
-        apart.append(shape.context - 1, seq_id)
-    for seq_id in range(count):
-        shared.append(own - 1, seq_id)
-    with shared, apart:
-        one, other = (attending(shape, driver, num_seqs=count) for driver in (shared, apart))
-        name = f"{count} sequences with a shared prefix, cost over {count} with their own"
-        cost(report, name, shape, one, other, wanted("shared prefix"))
 
 
 def blocks_of_64(report: Report, shape: Shape) -> None:
@@ -78,19 +47,6 @@ def every_second_row(report: Report, shape: Shape) -> None:
     report.line(name, shape, holes_s, (holes_s, plain_s), want, note, only_read=read)
 
 
-def window(report: Report, shape: Shape, sinks: int = 4) -> None:
-    size = min(4096, shape.context // 2)
-    held = replace(shape, context=size)
-    lengths = 2 * size, 32 * size
-    with contextlib.ExitStack() as stack:
-        drivers = [stack.enter_context(empty(held, window=size, num_sink_tokens=sinks)) for _ in lengths]
-        for driver, length in zip(drivers, lengths, strict=True):
-            driver.append(length)
-        short, long = (attending(held, driver) for driver in drivers)
-        name = f"window of {size:,} at {lengths[1]:,} tokens, cost over the same at {lengths[0]:,}"
-        cost(report, name, replace(shape, context=lengths[1]), long, short, wanted("window"), f"{sinks} sinks")
-
-
 def prompt_in_a_window(report: Report, shape: Shape) -> None:
     """Add lines for prompts in a window, divided by the plain time's share for products that the window shows.
 
@@ -112,26 +68,6 @@ def prompt_in_a_window(report: Report, shape: Shape) -> None:
             note = f"{visible:.1%} of {1e6 * statistics.median(plain_s):,.0f} µs, {tokens} tokens without a window"
             share = [visible * s for s in plain_s]
             report.line(name, plain, seconds, (seconds, share), wanted("prompt in a window"), note, visible=visible)
-
-
-def lengths(report: Report, shape: Shape) -> None:
-    """Add lines for the time per stored token by context, ideally constant, and the distance from a straight line."""
-    chosen = sorted(report.options.context)
-    with contextlib.ExitStack() as stack:
-        each = [stack.enter_context(core(replace(shape, context=context))) for context in chosen]
-        samples = report.compete(each, shape.threads)
-    name = f"time by tokens, cost over that of {chosen[0]:,}"
-    for context, seconds, off in zip(chosen, samples, off_the_line(chosen, samples), strict=True):
-        ratio = [chosen[0] * a for a in seconds], [context * a for a in samples[0]]
-        note = f"{100 * off:+.1f} % off a straight line"
-        report.line(name, replace(shape, context=context), seconds, ratio, wanted("length"), note, off_line=off)
-
-
-def off_the_line(contexts: Sequence[int], samples: Sequence[Samples]) -> list[float]:
-    """Return how far medians lie above the straight line that fits them best, divided by the line's values."""
-    medians = np.array([statistics.median(seconds) for seconds in samples])
-    line = np.polyval(np.polyfit(contexts, medians, min(1, len(contexts) - 1), w=1 / medians), contexts)
-    return (medians / line - 1).tolist()
 
 
 def append(report: Report, shape: Shape) -> None:
@@ -156,7 +92,7 @@ def append(report: Report, shape: Shape) -> None:
         report.line(name, replace(shape, dtype=peer.kind), seconds, (seconds, ours_s))
 
 
-FIGURES = (ragged, shared_prefix, blocks_of_64, every_second_row, window, prompt_in_a_window, lengths, append)
+FIGURES = (blocks_of_64, every_second_row, prompt_in_a_window, append)
 
 
 def batches(report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Sections of bench_attention.py: decoding, shapes, peers, prompts and calls from Python."""
+"""Sections of bench_attention.py: decoding, shapes, peers and prompts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from entrants import (
     QUANTISED,
     SINGLES,
     SIXTEEN_BITS,
-    TINY,
-    TINY_LAYERS,
     Entrant,
     Offers,
     Shape,
@@ -28,8 +26,6 @@ from entrants import (
     own_pages,
     reading,
     set_up,
-    tiny_attend,
-    tiny_step,
 )
 from figures import quotients
 
@@ -272,16 +268,3 @@ def prefill_by_type(report: Report, shape: Shape) -> None:
     for dtype, seconds in zip(dtypes, samples, strict=True):
         name, note = "cost over kvcache f16", f"{1e6 * statistics.median(base_s):,.0f} µs"
         report.line(name, replace(shape, dtype=dtype), seconds, (seconds, base_s), wanted(name, dtype), note)
-
-
-# ---- calls from Python
-
-
-def tiny(report: Report) -> None:
-    report.open("tiny", "A call from Python: 1 token over 16 that are stored, 1 head x 16")
-    with core(TINY, layers=TINY_LAYERS) as bare:
-        attend_s, step_s, bare_s = report.compete([tiny_attend(), tiny_step(), bare], TINY.threads)
-    name = "attend with its put, from Python, cost over the C call without"
-    note = f"C: {1e6 * statistics.median(bare_s):.2f} µs"
-    report.line(name, TINY, attend_s, (attend_s, bare_s), wanted("tiny attend"), note)
-    report.line("a step of one layer, from Python", TINY, step_s, None, "", "batch, plan, put, attend and commit")

@@ -22,7 +22,7 @@ import entrants  # noqa: E402
 from attention_batches import batches  # noqa: E402
 from attention_error import error  # noqa: E402
 from attention_report import Report  # noqa: E402
-from attention_speed import decode, peers, prefill, shapes, tiny, types  # noqa: E402
+from attention_speed import decode, peers, prefill, shapes, types  # noqa: E402
 from driver import TYPES  # noqa: E402
 from entrants import KINDS, Peers  # noqa: E402
 from figures import describe_machine, keep  # noqa: E402
@@ -39,7 +39,6 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "prefill": prefill,
     "shapes": shapes,
     "batches": batches,
-    "tiny": tiny,
     "error": error,
 }
 

@@ -9,13 +9,11 @@
 
 /* The shape of every layer, and of the cache. */
 typedef struct driver_shape {
-    int64_t max_seq_len;   /* 0: no limit */
-    int64_t max_sequences; /* 0: no limit */
+    int64_t max_seq_len; /* 0: no limit */
     int32_t num_layers, num_kv_heads, k_dim, v_dim;
     int32_t k_type, v_type;
     int32_t value_in_key;
-    int32_t window; /* 0: full attention */
-    int32_t num_sink_tokens;
+    int32_t window;     /* 0: full attention */
     int32_t block_size; /* 0: the cache's default */
     int32_t num_threads;
 } driver_shape;
@@ -36,9 +34,7 @@ EXPORT kvc_status driver_new(const driver_shape *shape, driver **made) {
                                 .k_type = shape->k_type,
                                 .v_type = shape->v_type,
                                 .value_in_key = shape->value_in_key,
-                                .policy = {.kind = shape->window ? KVC_SLIDING : KVC_FULL,
-                                           .window = shape->window,
-                                           .num_sink_tokens = shape->num_sink_tokens}};
+                                .policy = {.kind = shape->window ? KVC_SLIDING : KVC_FULL, .window = shape->window}};
     }
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = layers,
@@ -46,7 +42,7 @@ EXPORT kvc_status driver_new(const driver_shape *shape, driver **made) {
                                .num_layers = shape->num_layers,
                                .block_size = shape->block_size,
                                .max_seq_len = shape->max_seq_len,
-                               .max_sequences = shape->max_sequences,
+                               .max_sequences = 1,
                                .num_threads = shape->num_threads};
     const kvc_status status = kvc_cache_new(&config, &d->cache);
     free(layers);
@@ -61,8 +57,6 @@ EXPORT void driver_free(driver *d) {
 
 EXPORT kvc_status driver_truncate(driver *d, int32_t length) { return kvc_truncate(d->cache, 0, length); }
 
-EXPORT kvc_status driver_fork(driver *d, int64_t src, int64_t dst) { return kvc_fork(d->cache, src, dst); }
-
 /* Removes every second token of sequence 0, from position 0 on, without moving the others. */
 EXPORT kvc_status driver_drop_every_second(driver *d) {
     kvc_status status = KVC_OK;
@@ -72,21 +66,6 @@ EXPORT kvc_status driver_drop_every_second(driver *d) {
 }
 
 /* ---- a forward pass ---------------------------------------------------------------------------------------------- */
-
-/* Begins a batch of the next num_tokens tokens of each sequence in [first_seq, end_seq), one after the other. */
-static kvc_status begin(const driver *d, int32_t num_tokens, int64_t first_seq, int64_t end_seq, kvc_batch **batch) {
-    const int32_t total = num_tokens * (int32_t)(end_seq - first_seq);
-    int32_t *positions = allocate((size_t)total, sizeof *positions);
-    int64_t *seq_ids = allocate((size_t)total, sizeof *seq_ids);
-    for (int32_t i = 0; i < total; i++) {
-        seq_ids[i] = first_seq + i / num_tokens;
-        positions[i] = i % num_tokens ? positions[i - 1] + 1 : kvc_next_position(d->cache, seq_ids[i]);
-    }
-    const kvc_status status = kvc_begin(d->cache, total, positions, seq_ids, NULL, batch);
-    free(positions);
-    free(seq_ids);
-    return status;
-}
 
 /* Describes f32 rows: keys [num_tokens][num_kv_heads][k_dim], then values [num_tokens][num_kv_heads][v_dim]. */
 static kvc_put_args rows_at(const driver *d, const float *rows, int32_t num_tokens) {
@@ -110,11 +89,11 @@ static kvc_status put_everywhere(const driver *d, kvc_batch *batch, const kvc_pu
     return status;
 }
 
-/* Appends num_tokens tokens to a sequence. */
-EXPORT kvc_status driver_append(driver *d, int64_t seq_id, const float *rows, int32_t num_tokens) {
+/* Appends num_tokens tokens. */
+EXPORT kvc_status driver_append(driver *d, const float *rows, int32_t num_tokens) {
     const kvc_put_args args = rows_at(d, rows, num_tokens);
     kvc_batch *batch;
-    TRY(begin(d, num_tokens, seq_id, seq_id + 1, &batch));
+    TRY(kvc_begin(d->cache, num_tokens, NULL, NULL, NULL, &batch));
     kvc_status status = put_everywhere(d, batch, &args);
     if (status == KVC_OK) status = kvc_commit(batch);
     if (status != KVC_OK) kvc_abort(batch);
@@ -150,7 +129,7 @@ EXPORT kvc_status driver_steps(driver *d, const float *rows, int32_t steps, doub
  * rows + i * step; a step of 0 gives all layers the same ones. */
 EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t num_tokens, double *seconds) {
     kvc_batch *batch;
-    TRY(begin(d, num_tokens, 0, 1, &batch));
+    TRY(kvc_begin(d->cache, num_tokens, NULL, NULL, NULL, &batch));
     kvc_status status = KVC_OK;
     for (int32_t layer = 0; status == KVC_OK && layer < d->shape.num_layers; layer++) {
         const kvc_put_args args = rows_at(d, rows + layer * step, num_tokens);
@@ -164,13 +143,13 @@ EXPORT kvc_status driver_put(driver *d, const float *rows, int64_t step, int32_t
 
 /* ---- attention --------------------------------------------------------------------------------------------------- */
 
-/* A forward pass that is aborted at its end.  It has num_tokens tokens of each of the sequences [0, num_seqs), one
- * sequence after the other.  q and out are [all tokens][num_heads][k_dim or v_dim], of q_type. */
+/* A forward pass that is aborted at its end.  It has num_tokens tokens.
+ * q and out are [num_tokens][num_heads][k_dim or v_dim], of q_type. */
 typedef struct driver_pass {
     const float *rows; /* of all tokens, as in rows_at; the same for every layer */
     const void *q;
     void *out;
-    int32_t num_tokens, num_seqs, num_heads, num_threads, q_type, precision;
+    int32_t num_tokens, num_heads, num_threads, q_type, precision;
 } driver_pass;
 
 static kvc_attend_args attend_args(const driver *d, const driver_pass *pass) {
@@ -197,8 +176,8 @@ static kvc_plan_args plan_args(const driver_pass *pass, int32_t layer) {
 }
 
 static kvc_status begin_pass(const driver *d, const driver_pass *pass, kvc_batch **batch) {
-    const kvc_put_args put = rows_at(d, pass->rows, pass->num_tokens * pass->num_seqs);
-    TRY(begin(d, pass->num_tokens, 0, pass->num_seqs, batch));
+    const kvc_put_args put = rows_at(d, pass->rows, pass->num_tokens);
+    TRY(kvc_begin(d->cache, pass->num_tokens, NULL, NULL, NULL, batch));
     const kvc_status status = put_everywhere(d, *batch, &put);
     if (status != KVC_OK) kvc_abort(*batch);
     return status;
@@ -221,7 +200,7 @@ EXPORT kvc_status driver_attend(driver *d, const driver_pass *pass, int32_t firs
     return status;
 }
 
-/* Attends once in layer 0 for one sequence, and decodes the rows it saw, the pass's own included: k and v are
+/* Attends once in layer 0, and decodes the rows it saw, the pass's own included: k and v are
  * [num_kv_heads][num_rows][k_dim or v_dim].  v is NULL where values lie in the keys. */
 EXPORT kvc_status driver_attend_and_show(driver *d, const driver_pass *pass, int64_t num_rows, float *k, float *v) {
     const kvc_attend_args args = attend_args(d, pass);

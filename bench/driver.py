@@ -45,9 +45,7 @@ class Driver:
         v_type: str = "",
         value_in_key: bool = False,
         window: int = 0,
-        num_sink_tokens: int = 0,
         block_size: int = 0,
-        max_sequences: int = 1,
         num_threads: int = 1,
     ) -> None:
         self._c = _library()
@@ -60,8 +58,8 @@ class Driver:
         self._passes: dict[tuple[int, ...], tuple[Any, Floats, Floats]] = {}
         self._next_layer = 0
         shape = self._c.struct("driver_shape")(
-            max_seq_len, max_sequences, num_layers, num_kv_heads, self.k_dim, self.v_dim, TYPES[dtype],
-            TYPES[v_type or dtype], value_in_key, window, num_sink_tokens, block_size, num_threads,
+            max_seq_len, num_layers, num_kv_heads, self.k_dim, self.v_dim, TYPES[dtype],
+            TYPES[v_type or dtype], value_in_key, window, block_size, num_threads,
         )  # fmt: skip
         self._handle = ctypes.c_void_p()
         self._c.driver_new(ctypes.byref(shape), ctypes.byref(self._handle))
@@ -78,19 +76,16 @@ class Driver:
     def _refresh(self) -> None:
         self._rng.standard_normal(dtype=np.float32, out=self._rows)
 
-    def append(self, num_tokens: int, seq_id: int = 0, *, fresh: bool = False) -> None:
+    def append(self, num_tokens: int, *, fresh: bool = False) -> None:
         """Append random rows; with `fresh`, no row is appended twice."""
         for done in range(0, num_tokens, self.POOL):
             if fresh:
                 self._refresh()
             count = min(self.POOL, num_tokens - done)
-            self._c.driver_append(self._handle, seq_id, self._rows, count)
+            self._c.driver_append(self._handle, self._rows, count)
 
     def truncate(self, length: int) -> None:
         self._c.driver_truncate(self._handle, length)
-
-    def fork(self, src: int, dst: int) -> None:
-        self._c.driver_fork(self._handle, src, dst)
 
     def drop_every_second(self) -> None:
         """Remove every second token of sequence 0 without moving the others."""
@@ -114,8 +109,7 @@ class Driver:
         The arrays hold f32; where the type has 16 bits, the C side reads and writes the first half of their bytes.
         """
         if numbers not in self._passes:
-            num_tokens, num_seqs, num_heads, _, q_type, _ = numbers
-            tokens = num_tokens * num_seqs
+            tokens, num_heads, _, q_type, _ = numbers
             assert tokens <= self.POOL
             q = np.random.default_rng(1).standard_normal((tokens, num_heads, self.k_dim), np.float32)
             if q_type == TYPES["f16"]:
@@ -128,8 +122,8 @@ class Driver:
         return self._passes[numbers]
 
     def attend(
-        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, num_seqs: int = 1,
-        q_type: str = "", in_bytes: bool = False,
+        self, num_heads: int, num_threads: int, count: int, *, num_tokens: int = 1, q_type: str = "",
+        in_bytes: bool = False,
     ) -> Seconds:  # fmt: skip
         """Time attention of further tokens `count` times, going round the layers; the tokens are not kept.
 
@@ -138,7 +132,7 @@ class Driver:
         """
         seconds = np.empty(count)
         number = TYPES[q_type] if q_type else self._q_type
-        forward, _, _ = self._pass(num_tokens, num_seqs, num_heads, num_threads, number, int(in_bytes))
+        forward, _, _ = self._pass(num_tokens, num_heads, num_threads, number, int(in_bytes))
         self._c.driver_attend(self._handle, ctypes.byref(forward), self._next_layer, count, seconds)
         self._next_layer = (self._next_layer + count) % self.num_layers
         return seconds
@@ -150,7 +144,7 @@ class Driver:
 
         Keys and values are [heads, num_rows, dim]. Queries and output may be bf16, and are returned as f32.
         """
-        forward, q, out = self._pass(1, 1, num_heads, num_threads, TYPES[q_type], 0)
+        forward, q, out = self._pass(1, num_heads, num_threads, TYPES[q_type], 0)
         k = np.empty((self.num_kv_heads, num_rows, self.k_dim), np.float32)
         v = k[:, :, : self.v_dim] if self.value_in_key else np.empty((*k.shape[:2], self.v_dim), np.float32)
         values = None if self.value_in_key else v

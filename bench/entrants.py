@@ -8,19 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import build_ggml
-import numpy as np
 from compiling import Seconds
 from driver import BYTES, Driver
 from resident_memory import smaps
 from yardstick import Machine, Memory, machine
 
-import kvcache
 from kvcache.tools import interleave, peers
 from kvcache.tools.interleave import Entrant, cache_size
 from kvcache.tools.peers import PeerKind, Peers
@@ -112,12 +109,12 @@ def filled(shape: Shape, layers: int = 0, **options: int) -> Driver:
     return driver
 
 
-def attending(shape: Shape, driver: Driver, name: str = "", num_seqs: int = 1) -> Entrant:
+def attending(shape: Shape, driver: Driver, name: str = "") -> Entrant:
     """Attend over the tokens that a driver holds."""
 
     def run(count: int) -> Seconds:
         return driver.attend(
-            shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, num_seqs=num_seqs, q_type=shape.q_type,
+            shape.num_heads, shape.threads, count, num_tokens=shape.num_tokens, q_type=shape.q_type,
             in_bytes=shape.in_bytes,
         )  # fmt: skip
 
@@ -159,56 +156,6 @@ def _in_cache(small: Shape) -> Entrant:
         return [driver.attend(small.num_heads, 1, 20, num_tokens=small.num_tokens).min() / small.context]
 
     return Entrant("from cache, a token", run)
-
-
-# ---- calls with next to no work
-
-TINY = Shape(17, "f16", num_heads=1, num_kv_heads=1, head_dim=16)  # 1 token over 16
-TINY_LAYERS = 16
-
-
-def _tiny_cache(layers: int) -> tuple[kvcache.KVCache, np.ndarray]:
-    """Make a cache that holds all tokens but the step's, and a row for the step's query, key and value."""
-    row = np.ones((1, 1, TINY.head_dim), np.float32)
-    cache = kvcache.KVCache(layers, 1, TINY.head_dim, 64, dtype=TINY.dtype, num_threads=1)
-    with cache.batch(TINY.context - 1) as batch:
-        rows = np.repeat(row, TINY.context - 1, axis=0)
-        for layer in range(layers):
-            batch.put(layer, rows, rows)
-    return cache, row
-
-
-def tiny_attend() -> Entrant:
-    """Attend from Python and store the token, in a step whose first layer has made the plan."""
-    cache, row = _tiny_cache(TINY_LAYERS)
-
-    def run(_: int) -> list[float]:
-        with cache.batch(1) as batch:
-            attend = batch.attend
-            attend(0, row, row, row)
-            start = time.perf_counter()
-            for layer in range(1, TINY_LAYERS):
-                attend(layer, row, row, row)
-            seconds = (time.perf_counter() - start) / (TINY_LAYERS - 1)
-        cache.truncate(TINY.context - 1)
-        return [seconds]
-
-    return Entrant("attend, Python", run)
-
-
-def tiny_step() -> Entrant:
-    """Make a whole step of one layer from Python: batch, plan, put and attend in one call, and commit."""
-    cache, row = _tiny_cache(1)
-
-    def run(_: int) -> list[float]:
-        start = time.perf_counter()
-        with cache.batch(1) as batch:
-            batch.attend(0, row, row, row)
-        seconds = time.perf_counter() - start
-        cache.truncate(TINY.context - 1)
-        return [seconds]
-
-    return Entrant("step, Python", run)
 
 
 # ---- yardsticks
