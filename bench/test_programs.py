@@ -6,7 +6,7 @@ import pytest
 
 COMMANDS = [
     "bench_busy --context 64 --threads 1 --seconds 0 --torch",
-    "bench_choose --context 4096 --dtype int8 --rounds 2 --repeats 2",
+    "bench_choose --context 4096 --dtype int8 --rounds 2",
     "bench_hf --context 64 --steps 2 --dtype bf16",
     "bench_hf --model hybrid --context 64 --steps 1 --dtype bf16",
     "bench_hf --model hybrid --only prompt --context 64 --steps 1 --dtype bf16",
