@@ -2,10 +2,10 @@
 
 `prefill` needs torch and transformers. It measures the time to the first token of a prompt, with a Llama of random
 weights. The prompt is computed, or found in memory, in a DirectoryStore or in Valkey. A new prefix cache reads the
-stores, as in another process. `hybrid` measures it with models that have recurrent layers,
-with a prefix cache and without, and what the states take beside the rows. `calls` needs no model: it measures acquire,
-the making of keys, and how much longer a commit takes with a store that sleeps. `core` measures the calls of
-`kvcache.h`, in C (prefix.c). Measurements take turns; quotients are medians of the rounds' quotients.
+stores, as in another process. `hybrid` measures it with models that have recurrent layers, with a prefix cache and
+without, and what the states take beside the rows. `calls` needs no model: it measures acquire, release, the making of
+keys, and how much longer a commit takes with a store that sleeps. Measurements take turns; quotients are medians of the
+rounds' quotients.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
-from compiling import Library
 from figures import Figures
 from program import Arguments
 
@@ -32,7 +30,7 @@ from kvcache import stores
 from kvcache.tools.arguments import parse_tokens
 from kvcache.tools.interleave import rounds, timed
 
-SECTIONS = ("core", "calls", "prefill", "hybrid")
+SECTIONS = ("calls", "prefill", "hybrid")
 LONG = 600.0
 BLOCK = 64
 SHAPE = {
@@ -223,17 +221,18 @@ def measure_acquire(f: Figures, seconds: float) -> None:
     feed(cache, seq_id, 0, np.ones((len(tokens), 1, 8), np.float32))
     prefix.release(seq_id, tokens)
 
-    def acquire() -> float:
+    def acquire() -> tuple[float, float]:
         taken, (seq_id, matched) = timed(prefix.acquire, tokens)
         assert matched == len(tokens) - 1
-        cache.clear(seq_id)
-        return taken
+        return taken, timed(prefix.release, seq_id, tokens)[0]
 
     def name() -> float:
         return timed(prefix.names, tokens)[0]
 
     hits, names = zip(*rounds(acquire, name, seconds=seconds, least=20), strict=True)
-    f.samples("acquire, a hit of 32,768 tokens, from Python", [1e3 * s for s in hits], "ms", "<= 0.5")
+    acquired, released = zip(*hits, strict=True)
+    f.samples("acquire, a hit of 32,768 tokens, from Python", [1e3 * s for s in acquired], "ms", "<= 0.5")
+    f.samples("  its release", [1e3 * s for s in released], "ms")
     f.samples("names, million tokens/s", [len(tokens) / s / 1e6 for s in names], "", ">= 20")
 
 
@@ -269,30 +268,6 @@ def measure_commit(f: Figures, seconds: float) -> None:
     serving[1][1].close(0)
 
 
-# ---- what calls take in C
-
-
-def measure_core(f: Figures, seconds: float) -> None:
-    """Measure calls of a prompt of 32,768 known tokens, and commits beside many sequences, each of a tenant's own."""
-    library = Library("prefix")
-    times = np.empty((3, 1001))
-    library.prefix_hits(32768, times.shape[1], *times)
-    for name, row in zip(("lookup", "acquire", "release"), times, strict=True):
-        f.samples(f"{name}, a hit of 32,768 tokens", [1e3 * s for s in row], "ms", quiet=f"{row.min() * 1e3:.3f} ms")
-    for num in (1, 1000, 10000):
-
-        def commits(of_prefixes: bool, num: int = num) -> Any:
-            taken = np.empty((2, 100))
-            library.prefix_commits(num, of_prefixes, taken.shape[1], *taken)
-            return 1e6 * taken.min(axis=1)
-
-        found = rounds(partial(commits, False), partial(commits, True), seconds=seconds / 5, least=3)
-        for kind, taken in zip(("", ", of prefixes"), np.min([*found], axis=0), strict=True):
-            beside = f"beside {num:,} sequences{kind}, fastest"
-            f.value(f"commit of a token {beside}", f"{taken[0]:.2f} µs")
-            f.value("  of a token of each", f"{taken[1] / num:.3f} µs")
-
-
 def main() -> None:
     parser = Arguments(__doc__)
     parser.list("--only", SECTIONS, known=SECTIONS)
@@ -304,8 +279,6 @@ def main() -> None:
     parser.number("--seconds", 10.0, "of each section; five rounds are the least")
     o = parser.parse_args()
     f = Figures("prefix")
-    if "core" in o.only:
-        measure_core(f, o.seconds)
     if "calls" in o.only:
         measure_acquire(f, o.seconds)
         measure_commit(f, o.seconds)

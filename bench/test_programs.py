@@ -12,7 +12,7 @@ COMMANDS = [
     "bench_hf --model hybrid --only prompt --context 64 --steps 1 --dtype bf16",
     "bench_hf --model hybrid --only resume --context 200 --steps 1 --dtype bf16",
     "bench_pages --types f16 --heads 64 --tokens 1000 --layers 2",
-    "bench_prefix --only core,calls --seconds 0",
+    "bench_prefix --only calls --seconds 0",
     "bench_select --tokens 8192 --types f16 --threads 1 --rounds 2",
     "bench_sparse --models minimax_m3 --types int8 --tokens 4096 --rounds 1",
     "bench_sparse --tokens 4096 --recall",
