@@ -205,16 +205,14 @@ def alone(samples: Beside, dtype: str, depth: int) -> list[float]:
 
 
 @contextmanager
-def filled(
-    report: Report, model: Model, dtype: str, depth: int, room: int, threads: int = 0
-) -> Iterator[dict[str, Context]]:
+def filled(report: Report, model: Model, dtype: str, depth: int, room: int) -> Iterator[dict[str, Context]]:
     """Give a context with each cache that has the type, filled to a depth and warm; all are freed in the end."""
     contexts: dict[str, Context] = {}
     try:
         for cache in CACHES:
             if cache == "plain" and dtype in BLOCKED:
                 continue
-            contexts[cache] = context = Context(model, cache, dtype, depth + room, threads or report.threads)
+            contexts[cache] = context = Context(model, cache, dtype, depth + room, report.threads)
             warm(report, context, dtype, depth)
         yield contexts
     finally:
@@ -396,29 +394,6 @@ def resident(
     report.cells(tokens, dtype, *cells, f"{over:.3f}", wanted, "", pool)
 
 
-def overhead(report: Report, model: Model, o: argparse.Namespace) -> None:
-    """Time whole steps of a model with next to no arithmetic, so that calls of the cache are a large part of them."""
-    report.open("a step of a tiny model after 8 tokens on one thread, µs a layer", "wanted")
-    tiny = Model(model.library, written("tiny"))
-
-    def stepper(context: Context) -> Callable[[], float]:
-        def step() -> float:
-            context.rewind(8)
-            return statistics.median(context.decode() for _ in range(8))
-
-        return step
-
-    for dtype in o.types:
-        with filled(report, tiny, dtype, 8, 256 - 8, threads=1) as contexts:
-            samples = interleave({cache: stepper(context) for cache, context in contexts.items()}, 4 * o.steps)
-        found = {cache: statistics.median(seconds) / tiny.num_layers for cache, seconds in samples.items()}
-        for cache, seconds in found.items():
-            report.row(f"step of a tiny model, {CACHES[cache][0]}", 8, dtype, seconds=seconds, threads=1)
-        cells = (f"{1e6 * found[cache]:.2f}" if cache in found else "" for cache in CACHES)
-        report.cells("8", dtype, *cells, "" if dtype in BLOCKED else "< 5")
-    tiny.close()
-
-
 def take_turns(
     report: Report, model: Model, ik: IkModel, theirs: Sequence[str], ours: Sequence[str], depth: int, count: int,
     least: int,
@@ -477,7 +452,6 @@ SECTIONS: dict[str, Callable[[Report, Model, argparse.Namespace], None]] = {
     "prompt": prompt,
     "bytes": in_bytes,
     "memory": memory,
-    "overhead": overhead,
     "ik-decode": ik_decode,
     "ik-prompt": ik_prompt,
 }
