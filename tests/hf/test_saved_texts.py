@@ -114,7 +114,7 @@ def test_a_file_without_tokens(tmp_path):
         model(tokens, past_key_values=cache)
     cache.save(tmp_path / "chat")
     loaded = HFCache.load(model.config, tmp_path / "chat")
-    assert loaded.text is None
+    assert loaded.texts.tokens is None
     with pytest.raises(ValueError, match="input_ids has 12 tokens, and the cache holds 20 tokens that it was not told"):
         generate(model, loaded, tokens[:, :12])
     longer = torch.cat([tokens, random_tokens(1, 4)], 1)
