@@ -165,7 +165,8 @@ int draw_begin(call *c) {
 void run_begin(call *c) {
     int64_t ids[TOKENS];
     kvc_batch *opened = NULL;
-    int is_default = !(c->flag & ~PLAIN & ~WAITS); /* all of sequence 0 */
+    int is_default = !(c->flag & ~PLAIN & ~WAITS);              /* all of sequence 0 */
+    const int waits = c->flag & WAITS && !own_batch()->is_open; /* it is, if the call that ends it was left out */
     for (int t = 0; t < c->num; t++) is_default &= c->slots[t] == 0;
     set_ids(c, ids);
     for (int t = 0; t < c->num && w.is_wild; t++) /* nobody knows how long it is */
@@ -177,7 +178,7 @@ void run_begin(call *c) {
                                  .seq_ids = is_default ? NULL : ids,
                                  .parents = c->flag & PARENTS ? c->parents : NULL,
                                  .unstored = c->flag & UNSTORED ? c->marks : NULL,
-                                 .timeout_ms = c->flag & WAITS ? (c->seed % 3 ? -1 : (int64_t)(c->seed % 50)) : 0,
+                                 .timeout_ms = waits ? (c->seed % 3 ? -1 : (int64_t)(c->seed % 50)) : 0,
                                  .replaced = c->flag & RESTORES ? c->layers : NULL};
     const int64_t called = drive.time ? drive.time() : 0;
     c->status = c->flag & PLAIN ? kvc_begin(w.cache, c->num, args.positions, args.seq_ids, args.parents, &opened)

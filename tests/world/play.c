@@ -7,9 +7,10 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { MOST_CALLS = 4000, MOST_REPLAYS = 600, MOST_SECONDS = 120 };
+enum { MOST_CALLS = 4000, SHORTEN_SECONDS = 12, MOST_SECONDS = 120 };
 
 /* ---- chance ------------------------------------------------------------------------------------------------------ */
 
@@ -509,13 +510,12 @@ static int shorten(uint64_t seed, call *calls, int num) {
     static call fewer[MOST_CALLS];
     const char *failure = recording->failure;
     const int operation = recording->operation;
-    int replays = 0;
+    const time_t end_time = time(NULL) + SHORTEN_SECONDS;
     for (int size = num / 2; size; size /= 2)
-        for (int begin = 0; begin < num && replays < MOST_REPLAYS;) {
+        for (int begin = 0; begin < num && time(NULL) < end_time;) {
             const int end = begin + size < num ? begin + size : num, left = num - (end - begin);
             memcpy(fewer, calls, (size_t)begin * sizeof *calls);
             memcpy(fewer + begin, calls + end, (size_t)(num - end) * sizeof *calls);
-            replays++;
             if (!play_in_child(seed, left, fewer, 1, 0) || recording->failure != failure ||
                 recording->operation != operation) {
                 begin = end;
