@@ -309,11 +309,11 @@ static kvc_status remove_late(void *user, const uint8_t *name) {
 
 static const kvc_store late_store = {sizeof late_store, NULL, read_none, write_late, remove_late};
 
-/* Writes the first new block, which the call drops later. */
+/* Writes the first new block, which the call drops later; nothing where a busy machine let the call end first. */
 static void store_next(void) {
     int64_t num;
-    CHECK(kvc_take_new_blocks(cache, new_blocks, sizeof *new_blocks, 1, &num) == KVC_OK && num == 1);
-    CHECK(kvc_store_block(cache, new_blocks[0].id, &late_store, &num) == KVC_OK);
+    CHECK(kvc_take_new_blocks(cache, new_blocks, sizeof *new_blocks, 1, &num) == KVC_OK);
+    if (num) CHECK(kvc_store_block(cache, new_blocks[0].id, &late_store, &num) == KVC_OK);
 }
 
 static void forget_and_end(void) {
