@@ -52,13 +52,13 @@ static void open_limited(const kvc_allocator *allocator, int is_limited) {
     o.prefix = v.prefixes[0];
 }
 
-/* Texts of whole blocks, which begin alike by whole blocks. */
+/* Texts that begin alike by whole blocks.  The last block of a text may have fewer tokens. */
 static void choose_texts(void) {
     o.num = 2 + pick(MOST_PROMPTS - 1);
     for (int i = 0; i < o.num; i++) {
         const int other = i ? o.prompts[pick(i)].text : 0, most = MOST_TEXT / o.block - 1;
         int text = text_begin(other, pick(text_length(other) / o.block + 1) * o.block);
-        const int length = least(text_length(text) + o.block * (1 + pick(4)), most * o.block);
+        const int length = least(text_length(text) + o.block * (1 + pick(4)), most * o.block) - pick(2) * pick(o.block);
         for (int at = text_length(text); at < length; at++) text = text_behind(text, at % o.block ? pick(SYMBOLS) : i);
         o.prompts[i].text = text;
     }
@@ -116,7 +116,8 @@ static int serve_in(int prefix, int text) {
     if (!status) fork_some(id);
     const int64_t copy = kvc_new_sequence(o.cache);
     if (!status) must(kvc_fork(o.cache, id, copy));
-    must(kvc_clear_sequence(o.cache, id));
+    must(status ? kvc_clear_sequence(o.cache, id) : kvc_prefix_release(o.prefix, id, tokens_in(text)));
+    look(prefix, text);
     note_uses(prefix, text);
     if (!status && !pick(3)) { /* the other prefix keeps the same rows */
         must(kvc_prefix_release(v.prefixes[!prefix], copy, tokens_in(text)));
@@ -160,7 +161,7 @@ static void evict_from(int prefix) {
     qsort(v.kept, (size_t)v.num_kept, sizeof *v.kept, by_use);
     for (kept *k = v.kept; k < v.kept + v.num_kept; k++) {
         k->fate = k->prefix == prefix && !k->pins && right < wanted ? GOES : STAYS;
-        right += k->fate == GOES ? o.block : 0;
+        right += k->fate == GOES ? tokens_of_kept(k) : 0;
     }
     must(kvc_prefix_evict(v.prefixes[prefix], wanted, &dropped));
     if (dropped != right) wrong("%d tokens are dropped, not %d", (int)dropped, (int)right);
@@ -171,7 +172,7 @@ static void evict_from(int prefix) {
 static void pin_or_not(int prefix, int text) {
     int32_t num = 0, known;
     look(0, 0);
-    for (const kept *k = v.kept; k < v.kept + v.num_kept; k++) num += is_on(k, prefix, text) ? o.block : 0;
+    for (const kept *k = v.kept; k < v.kept + v.num_kept; k++) num += is_on(k, prefix, text) ? tokens_of_kept(k) : 0;
     must(kvc_prefix_lookup(v.prefixes[prefix], tokens_in(text), &known, NULL));
     if (v.num_pins && pick(2)) {
         const pin_of p = v.pins[--v.num_pins];

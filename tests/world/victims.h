@@ -125,6 +125,8 @@ static inline kept *kept_of(int64_t id) {
 
 static inline int begin_of(const kept *k) { return (text_length(k->text) - 1) / o.block * o.block; }
 
+static inline int tokens_of_kept(const kept *k) { return text_length(k->text) - begin_of(k); }
+
 /* Looks where all rows lie.  Kept blocks that are new are of a text, and those without rows are gone. */
 static inline void look(int prefix, int text) {
     for (int i = 0; i < v.num_kept; i++) memset(v.kept[i].rows, 0, sizeof v.kept[i].rows);
@@ -186,7 +188,7 @@ static inline int64_t bytes_of_others(void) {
     for (int i = 0; i < v.num_pins; i++) {
         const int is_twice = i && v.pins[i].prefix == v.pins[0].prefix && v.pins[i].text == v.pins[0].text;
         bytes +=
-            is_twice ? 0 : PIN_BYTES * (text_length(v.pins[i].text) / o.block); /* two pins of a prompt count once */
+            is_twice ? 0 : PIN_BYTES * ((text_length(v.pins[i].text) + o.block - 1) / o.block); /* two pins of a prompt count once */
     }
     return bytes;
 }
@@ -277,7 +279,7 @@ static inline int predict(int n) {
 static inline void check_kept(const char *what, int n) {
     static kept before[MOST_KEPT];
     const int num = v.num_kept;
-    int64_t states = 0;
+    int64_t states = 0, blocks = 0;
     memcpy(before, v.kept, sizeof before);
     look(0, 0);
     for (const kept *k = before; k < before + num; k++)
@@ -288,12 +290,14 @@ static inline void check_kept(const char *what, int n) {
                 wrong("%s %d: %s of prefix %d, used at %ld, has %d rows in layer %d, not %d of %d", what, n,
                       spell(k->text), k->prefix, k->used, now ? now->rows[l] : 0, l, right, k->rows[l]);
         }
-    for (int i = 0; i < v.num_kept; i++) states += v.kept[i].state;
+    for (int i = 0; i < v.num_kept; i++) states += v.kept[i].state, blocks++;
     for (int i = 0; i < 2; i++) {
         kvc_prefix_stats stats;
         kvc_prefix_get_stats(v.prefixes[i], &stats, sizeof stats);
         states -= stats.checkpoint_bytes;
+        blocks -= stats.blocks;
     }
+    if (blocks) wrong("%s %d: %d blocks more have rows than are kept", what, n, (int)blocks);
     if (states) wrong("%s %d: %d bytes of states are missing", what, n, (int)states);
 }
 
