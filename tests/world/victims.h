@@ -199,7 +199,7 @@ static inline int64_t bytes_with(int n, int is_packed) {
     for (int l = 0; l < o.num_layers; l++) {
         if (!leads_group(&w.o, l)) continue;
         const sums s = sum_up(l);
-        const int64_t size = places[l].num_blocks ? places[l].blocks[0].num_slots : 1, rows = n / stride_of(&w.o, l),
+        const int64_t size = o.block, rows = n / stride_of(&w.o, l),
                       rest = s.live - s.in_held + (rows > s.open ? rows - s.open : 0);
         bytes += v.costs[l] * (is_packed ? s.held + (rest + size - 1) / size : s.used + (rows + size - 1) / size);
     }
