@@ -125,11 +125,9 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
 }
 
 /* Checks the capacity, where rows are copied. */
-static kvc_status check_slots(const kvc_need *need) {
+static kvc_status check_slots(const kvc_need *need, int32_t g) {
     const kvc_rewrites *rewrites = need->context;
-    for (int32_t g = 0; g < need->cache->num_token_groups; g++)
-        if (rewrites->of_group[g].num_copied) KVC_TRY(kvc_rewrites_check(need, g, 0));
-    return KVC_OK;
+    return rewrites->of_group[g].num_copied ? kvc_rewrites_check(need, g, 0) : KVC_OK;
 }
 
 /* Copies rows to their new slots on the copiers, perhaps by the caller's function, without the mutex. */

@@ -215,8 +215,9 @@ static kvc_status remake(injection *x, kvc_scope scope) {
 }
 
 /* Finds the rows to copy, and checks the capacity. */
-static kvc_status check_slots(const kvc_need *need) {
+static kvc_status check_slots(const kvc_need *need, int32_t g) {
     injection *x = need->context;
+    if (g != x->group) return KVC_OK;
     KVC_TRY(remake(x, need->scope));
     if (!x->rewrite.num_copied) return KVC_OK;
     return kvc_rewrites_check(need, x->group, x->num_rows - x->rewrite.num_copied);

@@ -151,16 +151,14 @@ static int takes_group(const kvc_cache *cache, int32_t g, const uint8_t *layers)
 }
 
 /* Checks the capacity.  The new rows have their slots already. */
-static kvc_status check_slots(const kvc_need *need) {
+static kvc_status check_slots(const kvc_need *need, int32_t g) {
     const new_rows *rows = need->context;
     const int32_t count = rows->end - rows->begin;
     int64_t live;
-    for (int32_t g = 0; g < need->cache->num_token_groups; g++)
-        if (rows->sequence->runs[g].num && kvc_exceeds_capacity(need, g, 0, &live))
-            return kvc_fail(KVC_ERR_FULL, "%d more %s not fit: %lld of capacity %lld are in use", count,
-                            count == 1 ? "token does" : "tokens do", (long long)(live - count),
-                            (long long)need->cache->limits.capacity);
-    return KVC_OK;
+    if (!rows->sequence->runs[g].num || !kvc_exceeds_capacity(need, g, 0, &live)) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "%d more %s not fit: %lld of capacity %lld are in use", count,
+                    count == 1 ? "token does" : "tokens do", (long long)(live - count),
+                    (long long)need->cache->limits.capacity);
 }
 
 static kvc_status take_all(kvc_cache *cache, new_rows *rows, const uint8_t *layers, int64_t before) {

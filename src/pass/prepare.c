@@ -124,9 +124,10 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     }
 }
 
-/* Returns KVC_ERR_FULL if more slots of group g than the capacity, which is set, would be live. */
-static kvc_status check_capacity(const kvc_need *need, int32_t g) {
+/* Checks the capacity, which is set. */
+static kvc_status check_slots(const kvc_need *need, int32_t g) {
     const kvc_batch *batch = need->context;
+    if (!kvc_takes_rows(batch, g)) return KVC_OK;
     const int64_t capacity = need->cache->limits.capacity;
     int64_t live, num_slots = 0;
     for (int32_t s = 0; s < batch->num_sequences; s++) {
@@ -253,14 +254,6 @@ static kvc_status plan(kvc_batch *batch, int may_take) {
     for (kvc_sequence *s = cache->sequences.changed; status == KVC_OK && s; s = s->listed.next_changed)
         status = prepare_lists(batch, s);
     return status;
-}
-
-/* Checks the capacity, which is set. */
-static kvc_status check_slots(const kvc_need *need) {
-    const kvc_batch *batch = need->context;
-    for (int32_t g = 0; g < need->cache->num_token_groups; g++)
-        if (kvc_takes_rows(batch, g)) KVC_TRY(check_capacity(need, g));
-    return KVC_OK;
 }
 
 static int64_t count_bytes(const kvc_need *need) { return kvc_count_batch(need->context, need->scope); }

@@ -283,15 +283,13 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     }
 }
 
-static kvc_status check_slots(const kvc_need *need) {
+static kvc_status check_slots(const kvc_need *need, int32_t g) {
     const kvc_cache *cache = need->cache;
     int64_t live;
-    for (int32_t g = 0; g < cache->num_token_groups; g++)
-        if (kvc_exceeds_capacity(need, g, 0, &live))
-            return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s",
-                            (long long)live, (long long)cache->limits.capacity,
-                            cache->limits.has_own_capacity ? "" : ", which is max_seq_len * max_sequences");
-    return KVC_OK;
+    if (!kvc_exceeds_capacity(need, g, 0, &live)) return KVC_OK;
+    return kvc_fail(KVC_ERR_FULL, "loading would make it %lld tokens in all: capacity is %lld%s", (long long)live,
+                    (long long)cache->limits.capacity,
+                    cache->limits.has_own_capacity ? "" : ", which is max_seq_len * max_sequences");
 }
 
 static kvc_need need_of(kvc_state *state) {

@@ -252,7 +252,12 @@ static kvc_status fail_bytes(const kvc_need *need, int64_t bytes) {
 
 kvc_status kvc_fits(const kvc_need *need) {
     kvc_cache *cache = need->cache;
-    if (need->check_slots) KVC_TRY(need->check_slots(need));
+    kvc_status status = KVC_OK;
+    for (int32_t g = cache->num_token_groups; need->check_slots && g-- > 0;) { /* all, to note each that lacks some */
+        const kvc_status in_group = need->check_slots(need, g);
+        if (in_group != KVC_OK) status = in_group;
+    }
+    if (status != KVC_OK) return status;
     const int64_t bytes = need->count_bytes ? need->count_bytes(need) : kvc_counted_bytes(cache, need->scope);
     if (bytes > cache->limits.budget) return fail_bytes(need, bytes);
     return need->takes_no_memory ? check_free_blocks(need) : KVC_OK;

@@ -186,9 +186,9 @@ static inline int64_t bytes_of_others(void) {
     int64_t bytes = 0;
     for (int i = 0; i < v.num_kept; i++) bytes += v.kept[i].fate == GOES ? 0 : v.kept[i].state;
     for (int i = 0; i < v.num_pins; i++) {
-        const int is_twice = i && v.pins[i].prefix == v.pins[0].prefix && v.pins[i].text == v.pins[0].text;
-        bytes +=
-            is_twice ? 0 : PIN_BYTES * ((text_length(v.pins[i].text) + o.block - 1) / o.block); /* two pins of a prompt count once */
+        const int is_twice = /* two pins of a prompt count once */
+            i && v.pins[i].prefix == v.pins[0].prefix && v.pins[i].text == v.pins[0].text;
+        if (!is_twice) bytes += PIN_BYTES * ((text_length(v.pins[i].text) + o.block - 1) / o.block);
     }
     return bytes;
 }
@@ -206,11 +206,12 @@ static inline int64_t bytes_with(int n, int is_packed) {
     return bytes;
 }
 
-/* Returns the first group that lacks slots for n tokens; -1: none does. */
-static inline int lacking(int n) {
-    for (int l = 0; l < o.num_layers; l++)
-        if (v.capacity && leads_group(&w.o, l) && sum_up(l).live + n / stride_of(&w.o, l) > v.capacity) return l;
-    return -1;
+/* Returns the groups that lack slots for n tokens, as bits. */
+static inline unsigned lacking(int n) {
+    unsigned lacks = 0;
+    for (int l = 0; v.capacity && l < o.num_layers; l++)
+        if (leads_group(&w.o, l) && sum_up(l).live + n / stride_of(&w.o, l) > v.capacity) lacks |= 1u << l;
+    return lacks;
 }
 
 /* ---- who goes ---------------------------------------------------------------------------------------------------- */
@@ -258,9 +259,7 @@ static inline int choose(int n, int is_packed, unsigned lacks) {
         for (int i = 0; i < v.num_kept; i++) v.kept[i].fate = i < num && !v.kept[i].pins ? GOES : STAYS;
         if (num && v.kept[num - 1].pins) continue;
         sift(lacks);
-        const int l = v.budget ? -1 : lacking(n);
-        if (l >= 0 && !(lacks >> l & 1)) return choose(n, is_packed, lacks | 1u << l);
-        if (v.budget ? bytes_with(n, is_packed) <= v.budget : l < 0) return 1;
+        if (v.budget ? bytes_with(n, is_packed) <= v.budget : !lacking(n)) return 1;
     }
     for (int i = 0; i < v.num_kept; i++) v.kept[i].fate = STAYS;
     return 0;
@@ -269,7 +268,7 @@ static inline int choose(int n, int is_packed, unsigned lacks) {
 /* Says whether a batch of n tokens of a new sequence begins, and which blocks go for it. */
 static inline int predict(int n) {
     for (int i = 0; i < v.num_kept; i++) v.kept[i].fate = STAYS;
-    if (!v.budget) return lacking(n) < 0 || choose(n, 0, 1u << lacking(n));
+    if (!v.budget) return !lacking(n) || choose(n, 0, lacking(n));
     const int64_t bytes = bytes_with(n, 0), packed = bytes_with(n, 1);
     if (bytes <= v.budget || (packed <= v.budget && bytes - packed >= v.budget / 8)) return 1;
     return choose(n, 0, 0) || choose(n, 1, 0);
