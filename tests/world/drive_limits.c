@@ -80,9 +80,9 @@ static void end_other(int i) {
     v.others[i] = v.others[--v.num_others];
 }
 
-/* Another sequence keeps rows of this one, or none does. */
-static void fork_some(int64_t id) {
-    if (v.num_others == MOST_OTHERS || pick(4)) return;
+/* Another sequence keeps rows of this one, if there may be one more. */
+static void fork_one(int64_t id) {
+    if (v.num_others == MOST_OTHERS) return;
     v.others[v.num_others] = kvc_new_sequence(o.cache);
     must(kvc_fork(o.cache, id, v.others[v.num_others++]));
 }
@@ -113,7 +113,7 @@ static int serve_in(int prefix, int text) {
         look(prefix, text);
         if (is_kept) note_state(prefix, part, bytes);
     }
-    if (!status) fork_some(id);
+    if (!status && !pick(4)) fork_one(id);
     const int64_t copy = kvc_new_sequence(o.cache);
     if (!status) must(kvc_fork(o.cache, id, copy));
     must(status ? kvc_clear_sequence(o.cache, id) : kvc_prefix_release(o.prefix, id, tokens_in(text)));
@@ -246,11 +246,18 @@ static void check_room(int64_t id) {
     if (room && v.num_holds) put_all(batch); /* aborted, it would use slots up */
 }
 
+/* Returns how many tokens go on to the end of a chunk, in a layer that has chunks; otherwise any number up to most. */
+static int to_chunk(int64_t id, int most) {
+    const kvc_policy *policy = &o.layers[pick(o.num_layers)].policy;
+    const int size = policy->attention_chunk_size;
+    return size ? least(most, size - (int)(kvc_next_position(o.cache, id) % size)) : 1 + pick(most);
+}
+
 /* Feeds reserved tokens in any batches, some of which are aborted. */
 static void feed_reserved(int64_t id, int left) {
     for (int tries = 0; left; tries++) {
         kvc_batch *batch;
-        const int n = 1 + pick(left);
+        const int n = pick(2) ? to_chunk(id, left) : 1 + pick(left);
         must(begin(id, n, &batch));
         if (tries < 3 && !v.num_holds && !pick(3)) {
             kvc_abort(batch);
@@ -287,15 +294,20 @@ static void scene_promises(void) {
         const int kind = pick(6), at = pick(v.num_others);
         if (kind < 3) feed_some(v.others[at], 1 + pick(2 * o.block));
         if (kind == 3 && v.num_others < MOST_OTHERS) v.others[v.num_others++] = kvc_new_sequence(o.cache);
-        if (kind == 4 && kvc_next_position(o.cache, id)) fork_some(id);
+        if (kind == 4 && kvc_next_position(o.cache, id)) fork_one(id);
         if (kind == 5 && at) end_other(at);
+    }
+    if (pick(2) && kvc_next_position(o.cache, id)) { /* a fork has a part of the last block */
+        fork_one(id);
+        feed_some(id, 1 + pick(2));
     }
     hold_or_not();
     check_room(id);
     for (int times = 1 + pick(2); times; times--) {
         int64_t room;
         must(kvc_room(o.cache, id, &room));
-        if (room) check_reserved(id, 1 + pick(room < 30 ? (int)room : 30));
+        const int most = room < 30 ? (int)room : 30;
+        if (room) check_reserved(id, pick(2) ? most : 1 + pick(most));
     }
     while (v.num_holds) kvc_hold_free(v.holds[--v.num_holds]);
     close_cache();
