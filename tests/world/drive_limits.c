@@ -64,8 +64,10 @@ static void choose_texts(void) {
     }
 }
 
+/* Whether a block has tokens of a text alone, or, where the text ends in it, begins with them. */
 static int is_on(const kept *k, int prefix, int text) {
-    return k->prefix == prefix && text_common(k->text, text) == text_length(k->text);
+    return k->prefix == prefix && text_common(k->text, text) == least(text_length(text), text_length(k->text)) &&
+           begin_of(k) < text_length(text);
 }
 
 /* A prompt's blocks were used by a call, those nearer to the beginning later. */
@@ -187,6 +189,30 @@ static void pin_or_not(int prefix, int text) {
     }
 }
 
+/* Begins a sequence with a part of a text, and lets it wait; or ends one that waits. */
+static void begin_or_end(int prefix, int text) {
+    if (v.num_begun == 2 || (v.num_begun && pick(2))) {
+        const begun b = v.begun[--v.num_begun];
+        must(kvc_clear_sequence(o.cache, b.id));
+        note_uses(b.prefix, text_begin(b.text, text_length(b.text) / o.block * o.block));
+        return;
+    }
+    const kvc_tokens *tokens = tokens_in(text_begin(text, 1 + pick(text_length(text))));
+    const int64_t bytes = sizeof(int64_t) + (tokens->digests ? KVC_NAME_BYTES : 0);
+    begun *b = &v.begun[v.num_begun];
+    int32_t matched;
+    if (kvc_prefix_acquire(v.prefixes[prefix], tokens, -1, &b->id, &matched)) return;
+    *b = (begun){b->id, bytes * (tokens->num_tokens - matched), prefix, text_begin(text, matched)};
+    look(0, 0);
+    note_uses(prefix, b->text);
+    for (const kept *k = v.kept; k < v.kept + v.num_kept; k++)
+        if (k->prefix == prefix && k->text == b->text && k->state) { /* it would keep the state from going */
+            must(kvc_clear_sequence(o.cache, b->id));
+            return;
+        }
+    v.num_begun++;
+}
+
 static void hold_or_not(void) {
     kvc_span spans[MOST_TEXT];
     int64_t num;
@@ -207,13 +233,14 @@ static void scene_victims(void) {
     open_limited(NULL, 1);
     for (w.o.now = 0; w.o.now < 40; w.o.now++) {
         const int prefix = pick(2), text = o.prompts[pick(o.num)].text;
-        const int kind = w.o.now < 3 ? 0 : pick(12);
+        const int kind = w.o.now < 3 ? 0 : pick(14);
         if (kind < 3 && !serve_in(prefix, text)) break;
         if (kind >= 3 && kind < 8) begin_other();
         if (kind == 8) evict_from(prefix);
         if (kind == 9) pin_or_not(prefix, text);
         if (kind == 10 && v.num_others) end_other(pick(v.num_others));
         if (kind == 11) hold_or_not();
+        if (kind > 11) begin_or_end(prefix, text);
     }
     while (v.num_holds) kvc_hold_free(v.holds[--v.num_holds]);
     close_cache();

@@ -99,16 +99,23 @@ typedef struct pin_of {
     int prefix, text;
 } pin_of;
 
+/* A sequence that began with known tokens, perhaps inside a block, and was fed nothing. */
+typedef struct begun {
+    int64_t id, bytes; /* of its prompt */
+    int prefix, text;  /* the known tokens */
+} begun;
+
 static struct {
     kvc_prefix *prefixes[2];
     kvc_cache *cache;
     int64_t budget, capacity; /* in bytes, or slots of each group; 0: no such limit */
     int64_t costs[LAYERS];
-    int num_kept, num_others, num_pins, num_holds;
+    int num_kept, num_others, num_pins, num_holds, num_begun;
     kept kept[MOST_KEPT];
     int64_t others[MOST_OTHERS]; /* sequences that hold rows */
     pin_of pins[2];
     kvc_hold *holds[2];
+    begun begun[2];
 } v;
 
 static struct place {
@@ -185,6 +192,7 @@ static inline sums sum_up(int l) {
 static inline int64_t bytes_of_others(void) {
     int64_t bytes = 0;
     for (int i = 0; i < v.num_kept; i++) bytes += v.kept[i].fate == GOES ? 0 : v.kept[i].state;
+    for (int i = 0; i < v.num_begun; i++) bytes += v.begun[i].bytes;
     for (int i = 0; i < v.num_pins; i++) {
         const int is_twice = /* two pins of a prompt count once */
             i && v.pins[i].prefix == v.pins[0].prefix && v.pins[i].text == v.pins[0].text;
