@@ -298,8 +298,11 @@ static void feed_reserved(int64_t id, int left) {
 /* Batches of reserved tokens take no memory, whatever lies in the blocks, if they fit beside the blocks there are. */
 static void check_reserved(int64_t id, int n) {
     kvc_stats before, after;
+    int most = 1; /* the largest stride: where the tokens begin, each layer has a row more at most than from 0 on */
+    for (int l = 0; l < o.num_layers; l++)
+        if (stride_of(&w.o, l) > most) most = stride_of(&w.o, l);
     look(0, 0);
-    const int fit = !v.budget || bytes_with(n, 0) <= v.budget;
+    const int fit = !v.budget || bytes_with(n + most - 1, 0) <= v.budget;
     kvc_get_stats(o.cache, &before, sizeof before);
     must(kvc_reserve(o.cache, id, n));
     memset(requests, 0, sizeof requests);
