@@ -70,7 +70,8 @@ enum { WAITERS = 3, WAITED_ROWS = 24, WAITED_DIM = 8 };
 
 static kvc_cache *shared;
 static int64_t num_reads,
-    reading[WAITERS]; /* the number of the call by which a client copies rows out; 0: it does not */
+    reading[WAITERS];          /* the number of the call by which a client copies rows out; 0: it does not */
+static int beginning[WAITERS]; /* how many calls of a client are about to begin a batch: its poll makes the second */
 
 static float waited_rows[WAITED_ROWS][WAITED_DIM];
 
@@ -79,16 +80,20 @@ static kvc_status count_room(void) {
     return kvc_room(shared, 0, &room);
 }
 
+static kvc_status begin_in_turn(void);
+
 /* A poll may wait until another client has copied rows, as that waits for no call that polls.  A call that it makes
- * does not wait for its own. */
+ * does not wait for its own, and a batch that it begins does not wait for the batch that its own call waits for. */
 static int32_t await_reader(void *user) {
     const int other = pick(WAITERS);
     const int64_t awaited = reading[other];
     (void)user;
-    if (me->number < WAITERS && !pick(4)) count_room();
+    if (me->number == WAITERS) return 0; /* the cache is being made */
+    if (!pick(4)) count_room();
+    if (beginning[me->number] == 1 && !pick(4)) begin_in_turn();
     for (int i = pick(200); i > 0; i--) sim_step();
     while (awaited && reading[other] == awaited) sim_wait(&reading[other]);
-    return me->number < WAITERS && !pick(30); /* not as the cache is made */
+    return beginning[me->number] < 2 && !pick(30); /* who waits for itself waits for ever */
 }
 
 /* Copies rows out, which others may wait for. */
@@ -124,7 +129,9 @@ static kvc_status begin_in_turn(void) {
     const kvc_begin_args args = {
         .struct_size = sizeof args, .num_tokens = 6, .seq_ids = ids, .timeout_ms = pick(2) - 1};
     kvc_batch *batch;
+    beginning[me->number]++;
     const kvc_status status = kvc_begin_with(shared, &args, &batch);
+    beginning[me->number]--;
     if (!status) kvc_abort(batch);
     return status;
 }
