@@ -192,9 +192,9 @@ static inline kvc_status read_value(void *user, const uint8_t *name, void *to, i
 }
 
 static inline kvc_status write_value(void *user, const uint8_t *name, const void *value, int64_t size) {
-    const int at = find_stored(name);
     (void)user;
     let(store.before);
+    const int at = find_stored(name);
     if (at == STORED) wrong("too much is stored");
     if (at == store.num) memcpy(store.names[store.num++], name, KVC_NAME_BYTES);
     free(store.values[at]);

@@ -445,10 +445,16 @@ static void scene_reuse(void) {
 
 /* ---- a prompt that is forgotten while a store works -------------------------------------------------------------- */
 
-static int forgets_in; /* calls of the store until prompt 0 is forgotten */
+static int forgets_in;   /* calls of the store until prompt 0 is forgotten */
+static int serves_again; /* and whether it is then computed and stored again */
 
 static void forget(void) {
-    if (!forgets_in--) forget_prompt(0);
+    int64_t num;
+    if (forgets_in--) return;
+    forget_prompt(0);
+    if (!serves_again) return;
+    serve(o.prompts[0].text, 0, 1);
+    must(kvc_store_new_blocks(o.cache, &in_memory, &num)); /* the call on the way writes its block again */
 }
 
 static void forget_in(int turn) {
@@ -459,12 +465,14 @@ static void forget_in(int turn) {
 static void forget_while_writing(int first, int all) {
     const int private = o.prompts[0].text, other = o.prompts[1].text, turn = pick(all);
     int64_t num;
+    serves_again = pick(2);
     forget_in(turn);
     must(kvc_store_new_blocks(o.cache, &in_memory, &num));
-    for (int i = 0; i < text_length(private) / o.block; i++)
-        if (is_stored(private, i) != (first + i < turn))
-            wrong("block %d of a prompt that is forgotten in turn %d is %sstored", i, turn,
-                  first + i < turn ? "not " : "");
+    for (int i = 0; i < text_length(private) / o.block; i++) {
+        const int right = first + i < turn || serves_again;
+        if (is_stored(private, i) != right)
+            wrong("block %d of a prompt that is forgotten in turn %d is %sstored", i, turn, right ? "not " : "");
+    }
     for (int i = 0; i < text_length(other) / o.block; i++)
         if (!is_stored(other, i)) wrong("block %d of another prompt is not stored", i);
 }
@@ -475,6 +483,7 @@ static void forget_while_reading(int all) {
     must(kvc_store_new_blocks(o.cache, &in_memory, &num));
     if (num != all) wrong("%d blocks are written of %d", (int)num, all);
     must(kvc_prefix_clear(o.prefix));
+    serves_again = 0;
     forget_in(turn);
     const int fetched = fetch(private);
     if (known_of(private)) wrong("a forgotten prompt is fetched still");
