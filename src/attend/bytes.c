@@ -1,4 +1,4 @@
-/* bytes.c: see bytes.h. */
+/* bytes.c: attends to a tile for many query rows in bytes: see bytes.h. */
 #include "attend/bytes.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* chosen.c: see chosen.h.
+/* chosen.c: the rows that a token chooses: see chosen.h.
  *
  * The rule for chosen rows.  A token's rows are ordered by position, and at one position by arrival.  They are cut
  * every KVC_SPLIT_ROWS.  So the bits of a result depend on nothing but the rows that are chosen and seen.

@@ -1,4 +1,4 @@
-/* deltas.c: see deltas.h. */
+/* deltas.c: how far the keys of a plan are moved, and the angles that rotate query rows back: see deltas.h. */
 #include "attend/deltas.h"
 
 #include <stdlib.h>

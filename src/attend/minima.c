@@ -1,4 +1,4 @@
-/* minima.c: see minima.h. */
+/* minima.c: the share of attention that the minima of blocks have: see minima.h. */
 #include "attend/minima.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* multiply.c: see multiply.h. */
+/* multiply.c: attends to a tile for many query rows, by products of floats or as stored: see multiply.h. */
 #include "attend/multiply.h"
 
 #include "attend/minima.h"

@@ -1,4 +1,4 @@
-/* rank.c: see rank.h. */
+/* rank.c: ranks the rows of a task's token: see rank.h. */
 #include "attend/rank.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* round.c: see round.h. */
+/* round.c: which tasks of a plan were run, and which are running: see round.h. */
 #include "attend/round.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* run.c: see run.h. */
+/* run.c: runs all tasks of a plan, or one: see run.h. */
 #include "attend/run.h"
 
 #include <math.h>

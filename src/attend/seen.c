@@ -1,4 +1,4 @@
-/* seen.c: see seen.h. */
+/* seen.c: which rows of a tile a query token sees: see seen.h. */
 #include "attend/seen.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* select.c: see select.h.
+/* select.c: rows that a token selects by the sketches of their keys: see select.h.
  *
  * The rule for selected rows.  A token's rows are counted by position, and at one position by arrival.  They are cut
  * into pieces of KVC_PIECE_ROWS by that count, so that nothing depends on where rows lie.  A sketch gives each row a

@@ -1,4 +1,4 @@
-/* step.c: see step.h. */
+/* step.c: steps of the online softmax, for few query rows: see step.h. */
 #include "attend/step.h"
 
 #include <string.h>

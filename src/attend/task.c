@@ -1,4 +1,4 @@
-/* task.c: see task.h. */
+/* task.c: a task, and its rows in tiles: see task.h. */
 #include "attend/task.h"
 
 kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {

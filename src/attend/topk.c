@@ -1,4 +1,4 @@
-/* topk.c: see topk.h.
+/* topk.c: finds the best of many entries: see topk.h.
  *
  * This is a radix selection.  It finds the key of the last entry that is chosen, digit by digit, highest first.  It
  * counts how often each digit occurs among the keys that have the digits found so far, which tells the next digit.  A

@@ -1,4 +1,4 @@
-/* dtype.c: see dtype.h. */
+/* dtype.c: the names and sizes of element types: see dtype.h. */
 #include "base/dtype.h"
 
 static int is_type(int32_t type) { return type >= 0 && type < KVC_STORED_TYPES; }

@@ -1,4 +1,4 @@
-/* environment.c: see environment.h. */
+/* environment.c: the variables of the environment: see environment.h. */
 #include "base/environment.h"
 
 #if defined(_WIN32)

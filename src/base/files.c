@@ -1,4 +1,4 @@
-/* files.c: see files.h. */
+/* files.c: files of one folder, which several processes use at a time: see files.h. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares flock, O_DIRECTORY and the clock */
 #endif

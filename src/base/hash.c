@@ -1,4 +1,5 @@
-/* hash.c: see hash.h.  Written from the specification of XXH64 in xxHash's doc/xxhash_spec.md. */
+/* hash.c: the checksum of saved states: see hash.h.  Written from the specification of XXH64 in xxHash's
+ * doc/xxhash_spec.md. */
 #include "base/hash.h"
 
 #include <string.h>

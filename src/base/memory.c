@@ -1,4 +1,4 @@
-/* memory.c: see memory.h; and the default allocator. */
+/* memory.c: makes every allocation of a cache, and counts it: see memory.h.  Has the default allocator, too. */
 #include "base/memory.h"
 
 #include <stddef.h>

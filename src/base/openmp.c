@@ -1,4 +1,5 @@
-/* openmp.c: see openmp.h.  The only file with pragmas of OpenMP; it compiles without OpenMP, too.
+/* openmp.c: parallel regions of OpenMP: see openmp.h.  The only file with pragmas of OpenMP; it compiles without
+ * OpenMP, too.
  *
  * Threads of OpenMP spin after each parallel region, and so keep the processors.  A second team beside torch's or
  * scikit-learn's would get them late: with 16,384 tokens a step of decoding took 1.23 times as long.  Mostly the loader

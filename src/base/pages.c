@@ -1,4 +1,4 @@
-/* pages.c: see pages.h. */
+/* pages.c: maps, returns and collapses pages of the operating system: see pages.h. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares MAP_ANONYMOUS and madvise */
 #endif

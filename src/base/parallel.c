@@ -1,4 +1,4 @@
-/* parallel.c: see parallel.h.
+/* parallel.c: runs tasks on several threads: see parallel.h.
  *
  * One call at a time has the other threads: kvc_parallel takes them, or runs its tasks alone.  It publishes a job, and
  * its threads claim tasks, the caller like the others.

@@ -1,4 +1,4 @@
-/* slab.c: see slab.h. */
+/* slab.c: items of memory side by side, so that their ends share huge pages: see slab.h. */
 #include "base/slab.h"
 
 #include <stdlib.h>

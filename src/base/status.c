@@ -1,4 +1,4 @@
-/* status.c: see status.h; and the texts of errors. */
+/* status.c: reports errors, and has their texts: see status.h. */
 #include "base/status.h"
 
 #include <stdarg.h>

@@ -1,4 +1,4 @@
-/* structs.c: see structs.h. */
+/* structs.c: copies structs from and to callers of other versions: see structs.h. */
 #include "base/structs.h"
 
 #include <inttypes.h>

@@ -1,4 +1,4 @@
-/* threads.c: see threads.h. */
+/* threads.c: the lock, the clock, the number of threads of a call, and calls that end early: see threads.h. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares sched_getaffinity */
 #endif

@@ -1,4 +1,4 @@
-/* kept.c: see kept.h. */
+/* kept.c: makes kept sequences for prefixes, and goes on from them: see kept.h. */
 #include "edit/kept.h"
 
 #include "cache/batch.h"

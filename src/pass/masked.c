@@ -1,4 +1,4 @@
-/* masked.c: see masked.h. */
+/* masked.c: ranges of positions that no query of a call sees: see masked.h. */
 #include "pass/masked.h"
 
 #include <stdlib.h>

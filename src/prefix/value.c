@@ -1,4 +1,4 @@
-/* value.c: see value.h. */
+/* value.c: wraps what is put into a store, and checks what comes back: see value.h. */
 #include "prefix/value.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* batch_rows.c: see batch_rows.h. */
+/* batch_rows.c: the rows that the tokens of a batch might see: see batch_rows.h. */
 #include "read/batch_rows.h"
 
 /* Visits the rows of a run of the batch that were put. */

@@ -1,4 +1,4 @@
-/* snapshot.c: see snapshot.h. */
+/* snapshot.c: the runs of a sequence as they are at one moment: see snapshot.h. */
 #include "read/snapshot.h"
 
 #include "cache/waiting.h"

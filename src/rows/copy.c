@@ -1,4 +1,4 @@
-/* copy.c: see copy.h. */
+/* copy.c: copies rows between a block and a caller's arrays: see copy.h. */
 #include "rows/copy.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* sketch.c: see sketch.h. */
+/* sketch.c: sketches of keys, by which a token selects rows: see sketch.h. */
 #include "rows/sketch.h"
 
 #include "rows/copy.h"

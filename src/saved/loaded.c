@@ -1,4 +1,4 @@
-/* loaded.c: see loaded.h. */
+/* loaded.c: the sequences and slots that the tables of a saved state ask for: see loaded.h. */
 #include "saved/loaded.h"
 
 #include <string.h>

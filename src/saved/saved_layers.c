@@ -1,4 +1,4 @@
-/* saved_layers.c: see saved_layers.h. */
+/* saved_layers.c: the layers and limits of a cache in the tables of a saved state: see saved_layers.h. */
 #include "saved/saved_layers.h"
 
 #include <string.h>

@@ -1,4 +1,4 @@
-/* transit.c: see transit.h. */
+/* transit.c: rows on their way between a cache and a saved state: see transit.h. */
 #include "saved/transit.h"
 
 #include <string.h>
