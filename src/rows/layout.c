@@ -23,38 +23,45 @@ static size_t alignment_of(const kvc_memory *memory, size_t k_bytes, size_t v_by
  * same set of a CPU cache. */
 static size_t odd_lines(size_t bytes) { return bytes / KVC_CACHE_LINE % 2 ? bytes : bytes + KVC_CACHE_LINE; }
 
-/* Places a head's values behind its keys: they are read next, so that hardware prefetching past the end of the keys is
- * of use.  Scales of rows come behind both, then sketches, behind which kernels may read a little further. */
+/* What a block has of a head, in this order.  Values are read next after keys, so that hardware prefetching past the
+ * end of the keys is of use.  Kernels may read a little behind sketches. */
+enum { KEYS, VALUES, K_SCALES, V_SCALES, SKETCHES, PARTS };
+
 kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,
                           size_t *block_bytes) {
-    layout->num_kv_heads = layer->num_kv_heads;
-    layout->k_row_bytes = kvc_blocks_bytes(layer->k_type, layer->k_dim);
-    const int has_values = kvc_stores_values(layer);
-    layout->v_stored = has_values ? kvc_blocks_bytes(layer->v_type, layer->v_dim) : 0;
-    layout->v_row_bytes = layer->value_in_key ? layout->k_row_bytes : layout->v_stored;
-    size_t k_bytes = head_bytes(num_slots, layout->k_row_bytes), v_bytes = head_bytes(num_slots, layout->v_stored);
-    const size_t k_scale_bytes = head_bytes(num_slots, kvc_row_scale_bytes(layer->k_type)),
-                 v_scale_bytes = has_values ? head_bytes(num_slots, kvc_row_scale_bytes(layer->v_type)) : 0,
-                 scale_bytes = k_scale_bytes + v_scale_bytes,
-                 sketch_row = layer->sketch_bits ? kvc_sketch_bytes(layer->k_dim) : 0,
-                 sketch_bytes = sketch_row ? head_bytes(num_slots, sketch_row) + KVC_CACHE_LINE : 0,
-                 alignment = alignment_of(memory, k_bytes, v_bytes, scale_bytes + sketch_bytes);
-    k_bytes = (size_t)kvc_align_up(k_bytes, alignment);
-    v_bytes = (size_t)kvc_align_up(v_bytes, alignment);
-    layout->head_stride = odd_lines(k_bytes + v_bytes + (size_t)kvc_align_up(scale_bytes + sketch_bytes, alignment));
-    layout->k_offset = (size_t)kvc_align_up(*block_bytes, alignment);
-    layout->v_offset = layout->k_offset + (layer->value_in_key ? 0 : k_bytes);
-    layout->k_scales = k_scale_bytes ? layout->k_offset + k_bytes + v_bytes : 0;
-    layout->v_scales = layer->value_in_key ? layout->k_scales
-                       : v_scale_bytes     ? layout->k_offset + k_bytes + v_bytes + k_scale_bytes
-                                           : 0;
-    layout->num_scales = (k_scale_bytes > 0) + (v_scale_bytes > 0);
-    layout->sketch_bytes = sketch_row;
-    layout->sketch_offset = layout->k_offset + k_bytes + v_bytes + scale_bytes;
+    const int has_values = kvc_stores_values(layer), in_key = layer->value_in_key;
+    const size_t rows[PARTS] = {[KEYS] = kvc_blocks_bytes(layer->k_type, layer->k_dim),
+                                [VALUES] = has_values ? kvc_blocks_bytes(layer->v_type, layer->v_dim) : 0,
+                                [K_SCALES] = kvc_row_scale_bytes(layer->k_type),
+                                [V_SCALES] = has_values ? kvc_row_scale_bytes(layer->v_type) : 0,
+                                [SKETCHES] = layer->sketch_bits ? kvc_sketch_bytes(layer->k_dim) : 0};
+    size_t bytes[PARTS], at[PARTS];
+    for (int p = 0; p < PARTS; p++) bytes[p] = head_bytes(num_slots, rows[p]);
+    if (rows[SKETCHES]) bytes[SKETCHES] += KVC_CACHE_LINE;
+    const size_t alignment = alignment_of(memory, bytes[KEYS], bytes[VALUES],
+                                          bytes[K_SCALES] + bytes[V_SCALES] + bytes[SKETCHES]),
+                 begin = (size_t)kvc_align_up(*block_bytes, alignment);
+    size_t end = begin;
+    for (int p = 0; p < PARTS; p++) {
+        at[p] = end;
+        end += bytes[p];
+        if (p <= VALUES || p == SKETCHES) end = (size_t)kvc_align_up(end, alignment);
+    }
+    *layout = (kvc_layout){.num_kv_heads = layer->num_kv_heads,
+                           .k_row_bytes = rows[KEYS],
+                           .v_stored = rows[VALUES],
+                           .v_row_bytes = rows[in_key ? KEYS : VALUES],
+                           .head_stride = odd_lines(end - begin),
+                           .k_offset = at[KEYS],
+                           .v_offset = at[in_key ? KEYS : VALUES],
+                           .k_scales = rows[K_SCALES] ? at[K_SCALES] : 0,
+                           .num_scales = (rows[K_SCALES] > 0) + (rows[V_SCALES] > 0),
+                           .sketch_bytes = rows[SKETCHES],
+                           .sketch_offset = at[SKETCHES]};
+    layout->v_scales = in_key ? layout->k_scales : rows[V_SCALES] ? at[V_SCALES] : 0;
     if (layout->head_stride > (SIZE_MAX / 8 - *block_bytes) / (size_t)layer->num_kv_heads)
         return kvc_fail(KVC_ERR_INVALID,
                         "a block of %d slots does not fit the address space: give a smaller block_size", num_slots);
-    *block_bytes =
-        (size_t)kvc_align_up(layout->k_offset + layout->head_stride * (size_t)layer->num_kv_heads, alignment);
+    *block_bytes = (size_t)kvc_align_up(begin + layout->head_stride * (size_t)layer->num_kv_heads, alignment);
     return KVC_OK;
 }
