@@ -25,7 +25,7 @@ class Doomed:
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[int, Tenant]] = {}  # which forgetting found them, and whose it was
-        self.num_forgets = 0
+        self.num_forgets = 0  # rises as a forgetting begins and as it ends: who read before either notices
         self.begin()
 
     def begin(self) -> None:

@@ -74,8 +74,10 @@ class Worker:
     def add(self, job: Any) -> bool:
         """Queue a job; return False if there can be no thread for it, as while the interpreter exits."""
         num_free = len(self.threads) - len(self.busy) - len(self.queue)
-        if num_free <= 0 and len(self.threads) < self.most_threads and not self._start() and not self.threads:
-            return False
+        if num_free <= 0 and len(self.threads) < self.most_threads:
+            started = self._start()
+            if not started and not self.threads:
+                return False
         self.queue.append(job)
         self.changed.notify_all()
         return True
