@@ -149,7 +149,7 @@ class Mask(LazyTensor):
 
     def __and__(self, other: Any) -> torch.Tensor:
         """Hide more: what an indexer did not choose, or any elements."""
-        if self.made is None and type(other) is ChosenMask and other.mask is other.made is None:
+        if self.made is None and isinstance(other, ChosenMask) and other.is_choice_alone:
             return ChosenMask.of(other.columns, self.shape[3], self)
         made: torch.Tensor = self.elements() & other
         return made
@@ -174,6 +174,11 @@ class ChosenMask(LazyTensor):
         made = cls.of_shape((columns.shape[0], 1, columns.shape[1], num_columns), torch.bool)
         made.columns, made.mask = columns, mask
         return made
+
+    @property
+    def is_choice_alone(self) -> bool:
+        """Whether nothing but the choice hides columns, and the elements are not made yet."""
+        return self.mask is None and self.made is None
 
     def make(self) -> torch.Tensor:
         """Show what was chosen, unless the other mask hides it."""
