@@ -23,8 +23,8 @@ static size_t alignment_of(const kvc_memory *memory, size_t k_bytes, size_t v_by
  * same set of a CPU cache. */
 static size_t odd_lines(size_t bytes) { return bytes / KVC_CACHE_LINE % 2 ? bytes : bytes + KVC_CACHE_LINE; }
 
-/* What a block has of a head, in this order.  Values are read next after keys, so that hardware prefetching past the
- * end of the keys is of use.  Kernels may read a little behind sketches. */
+/* The parts of a head in a block, in this order.  Values are read next after keys, so that hardware prefetching past
+ * the end of the keys is of use.  Kernels may read a little behind sketches. */
 enum { KEYS, VALUES, K_SCALES, V_SCALES, SKETCHES, PARTS };
 
 kvc_status kvc_layout_add(const kvc_memory *memory, kvc_layout *layout, const kvc_layer *layer, int32_t num_slots,

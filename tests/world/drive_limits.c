@@ -189,7 +189,7 @@ static void pin_or_not(int prefix, int text) {
     }
 }
 
-/* Begins a sequence with a part of a text, and lets it wait; or ends one that waits. */
+/* Begins a sequence with a part of a text, and lets it wait; or ends a waiting sequence. */
 static void begin_or_end(int prefix, int text) {
     if (v.num_begun == 2 || (v.num_begun && pick(2))) {
         const begun b = v.begun[--v.num_begun];
