@@ -5,7 +5,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Load the command and run it; an interrupt while it is loaded ends it as one does later."""
+    """Load the command and run it. Ctrl-C while it loads exits with 130, as it does while the command runs."""
     try:
         from kvcache.tools import cli
     except KeyboardInterrupt:
@@ -15,7 +15,7 @@ def main() -> NoReturn:
             sys.exit(f"kvcache: there is no module {error.name}; run: pip install 'kvcache[cli]'")
         from kvcache.tools import selftest, terminal  # need NumPy alone
 
-        terminal.run(selftest.main)
+        terminal.run(selftest.main)  # which exits
     cli.main()
 
 

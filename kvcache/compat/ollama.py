@@ -500,7 +500,7 @@ class EncoderCache(Cache):
     """
 
     def __init__(self, max_len: int) -> None:
-        super().__init__(False)
+        super().__init__(shift=False)
         self._max_len = max_len
         self._position = self._cached_position = -1
         self._cached = False

@@ -75,7 +75,10 @@ def images_of(model: Any, input_ids: torch.Tensor, model_kwargs: Given, given: G
 
 
 def check_sizes(given: Given) -> None:
-    """Raise ValueError if `generate` is given sizes of images or of videos, and its text has both."""
+    """Raise ValueError if `generate` is given sizes of images or of videos, and the text has those without sizes, too.
+
+    Their features could not be told apart.
+    """
     types, grids = given.get(TYPES), {name: given.get(GRIDS[name][1]) for name in MODALITIES}
     if isinstance(types, torch.Tensor) and any(grid is not None for grid in grids.values()):
         for number, modality in enumerate(MODALITIES, 1):

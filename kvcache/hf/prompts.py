@@ -232,7 +232,10 @@ class Prompts:
             self._checkpoint_one(seq_id, tokens, length, lambda: state)
 
     def _checkpoint_one(self, seq_id: int, tokens: list[int], length: int, make_state: Callable[[], bytes]) -> None:
-        """Keep the state of a sequence behind so many of these tokens, if there are as many, and room."""
+        """Keep the recurrent state that a sequence has behind `length` of its `tokens`, if the prefix has room.
+
+        `make_state` is not called where the prefix keeps no states, or there are fewer tokens.
+        """
         if not self._prefix.state_bytes or not 0 < length <= len(tokens):
             return
         state = make_state()

@@ -81,18 +81,19 @@ static wchar_t *full_from(const char *path, size_t before, size_t behind) {
     return full;
 }
 
-/* Sets a folder's path, in the form of which the system limits no length, and a backslash; returns 0 if it cannot. */
+/* Sets a folder's path, with a backslash at its end, and space for a file's name behind it.  A prefix in front lets the
+ * system limit no path's length.  Returns 0 if it cannot. */
 static int set_path(kvc_folder *folder, const char *path) {
-    enum { FORM = 7 }; /* characters put in front, at most */
-    wchar_t *full = full_from(path, FORM, 1 + MOST_NAME);
+    enum { PREFIX = 7 }; /* most characters of a prefix */
+    wchar_t *full = full_from(path, PREFIX, 1 + MOST_NAME);
     if (full) {
-        wchar_t *begin = full + FORM;
+        wchar_t *begin = full + PREFIX;
         const int is_share = begin[0] == '\\' && begin[1] == '\\';
-        const int has_form = is_share && (begin[2] == '?' || begin[2] == '.');
-        const wchar_t *form = has_form ? L"" : is_share ? L"\\\\?\\UNC" : L"\\\\?\\";
-        if (is_share && !has_form) begin++; /* of its two backslashes one stays */
-        memmove(full + wcslen(form), begin, (wcslen(begin) + 1) * sizeof *full);
-        memcpy(full, form, wcslen(form) * sizeof *full);
+        const int has_prefix = is_share && (begin[2] == '?' || begin[2] == '.');
+        const wchar_t *prefix = has_prefix ? L"" : is_share ? L"\\\\?\\UNC" : L"\\\\?\\";
+        if (is_share && !has_prefix) begin++; /* of its two backslashes one stays */
+        memmove(full + wcslen(prefix), begin, (wcslen(begin) + 1) * sizeof *full);
+        memcpy(full, prefix, wcslen(prefix) * sizeof *full);
         folder->size = wcslen(full);
         if (full[folder->size - 1] != '\\') full[folder->size++] = '\\';
         full[folder->size] = 0;

@@ -190,13 +190,14 @@ kvc_status kvc_config_read(kvc_config *config, const kvc_config *given) {
  * cut there anyway (KVC_SPLIT_ROWS).  max_bytes counts whole blocks, and long ones would waste it. */
 enum { SHORT_BLOCK = 64, LEAST_LONG_BLOCK = 1024, LONG_BLOCK = 2048, LONG_STEP = 512 };
 
-/* Returns how many rows of num_rows lie in a last block of which less than 15/16 are filled. */
+/* Returns how many of num_rows rows lie in the last block; 0 where they fill 15/16 of it. */
 static int32_t rows_left(int32_t num_rows, int32_t block_size) {
     const int32_t left = num_rows % block_size;
     return left < block_size - block_size / 16 ? left : 0;
 }
 
-/* Returns the size of blocks for a single sequence of quantised rows. */
+/* Returns the size of blocks for a single sequence of quantised rows: that with the fewest rows in a last block that
+ * stays rather empty, and of several the longest. */
 static int32_t long_block_size(int32_t max_seq_len) {
     int32_t best = LONG_BLOCK;
     if (max_seq_len <= LONG_BLOCK) return max_seq_len;

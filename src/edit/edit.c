@@ -398,7 +398,7 @@ kvc_status kvc_divide(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t e
     kvc_status status = kvc_check_positions(begin, end);
     if (status != KVC_OK) return status;
     if (divisor < 1) return kvc_fail(KVC_ERR_INVALID, "divisor is %d: it must be at least 1", divisor);
-    const edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .divisor = divisor}};
+    const edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .divisor = divisor}}; /* removes none */
     kvc_lock(cache);
     do status = move_range(cache, seq_id, &e);
     while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));

@@ -41,6 +41,7 @@ INLINE int32x4_t add_lanes(const int32x4_t x[DOT_ROWS]) {
 
 INLINE void arrange(int8x16_t x[DOT_ROWS * BLOCK_VECTORS]) { (void)x; }
 
+/* Adds the products of a block x of DOT_ROWS rows with a query's: q has DIGITS high digits, then as many low ones. */
 INLINE void add_products(byte_sums *sums, const int8x16_t x[DOT_ROWS * BLOCK_VECTORS], const char *q) {
     UNROLL
     for (int j = 0; j < DOT_ROWS; j++) {

@@ -405,11 +405,12 @@ static void pack_values(int type, float *dst, int dst_stride, const void *rows, 
 
 /* ---- kernels over f32 -------------------------------------------------------------------------------------------- */
 
+/* Does what a kvc_softmax_fn does for one query row, and returns its factor. */
 static float softmax_row(float *scores, int n, float *max, float *sum) {
     float old_max = *max, new_max = *max, new_sum = 0;
     for (int j = 0; j < n; j++) new_max = scores[j] > new_max ? scores[j] : new_max;
     for (int j = n; j < kvc_padded_rows(n); j++) scores[j] = 0;
-    if (new_max == -INFINITY) {
+    if (new_max == -INFINITY) { /* nothing is visible so far: exp(-inf - -inf) would be NaN */
         for (int j = 0; j < n; j++) {
             scores[j] = isnan(scores[j]) ? scores[j] : 0;
             *sum += scores[j];

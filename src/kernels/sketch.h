@@ -232,12 +232,13 @@ INLINE void exp2_roughly(int count, vec *x) {
     for (int i = 0; i < count; i++) x[i] = v_times_power(p[i], x[i]);
 }
 
-/* Raises a query's exponent for its largest score, and makes what was weighed before relative to it. */
+/* A weight is 2^(score * LOG2_E - exponent).  Raises *exponent to the whole part of that of the largest score, and
+ * multiplies the weights so far by 2^(before - *exponent): those of num pieces, and their sums in KVC_LANES lanes. */
 APART void raise_exponent(float *exponent, float *sums, float *pieces, int num, float largest) {
     const float before = *exponent;
     v_store_first(exponent, v_truncate(v_set(largest * LOG2_E)));
     vec by = v_set(before - *exponent);
-    exp2_roughly(1, &by); /* exactly */
+    exp2_roughly(1, &by); /* exactly, for a whole number */
     for (int i = 0; i < KVC_LANES; i += LANES) v_store(sums + i, v_mul(v_load(sums + i), by));
     for (int i = 0; i < num; i += LANES) v_store(pieces + i, v_mul(v_load(pieces + i), by));
 }

@@ -139,8 +139,8 @@ static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_s
         }
 }
 
-/* Returns KVC_ERR_CORRUPT unless every holder of a slot is a run, and evictable as its sequence is: with those taken
- * away, none may be left. */
+/* Returns KVC_ERR_CORRUPT unless a slot counts as many holders as runs hold it, and as many evictable holders as runs
+ * of evictable sequences do.  Takes all runs' holds away, looks whether none is left, and gives them back. */
 static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;

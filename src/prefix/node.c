@@ -18,7 +18,8 @@ static int is_behind(const kvc_links *member, const kvc_links *other) {
     return a->rows->evicting.used > b->rows->evicting.used;
 }
 
-static int is_unpinned_behind(const kvc_links *member, const kvc_links *other) {
+/* Whether a node without a pin was used later than another one, and so goes later. */
+static int is_used_later(const kvc_links *member, const kvc_links *other) {
     const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, order.unpinned)),
                    *b = (const void *)((const char *)other - offsetof(kvc_node, order.unpinned));
     return a->rows->evicting.used > b->rows->evicting.used;
@@ -52,7 +53,7 @@ static int is_within_quota(const kvc_tree *tree, const kvc_node *node) {
 
 /* Adds a node to the set of nodes without a pin, unless it has one; and takes it out. */
 static void sort_unpinned(kvc_node *node) {
-    if (!node->users.num_pins) kvc_sorted_add(&node->tree->unpinned, &node->order.unpinned, is_unpinned_behind);
+    if (!node->users.num_pins) kvc_sorted_add(&node->tree->unpinned, &node->order.unpinned, is_used_later);
 }
 
 static void unsort_unpinned(kvc_node *node) {

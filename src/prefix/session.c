@@ -148,8 +148,9 @@ static int keep_next(kvc_session *session) {
     return 1;
 }
 
-/* Keeps the blocks that are full up to a position, and exact.  What builds on others is evicted before them. */
-static void fill(kvc_session *session, int32_t end, int32_t exact_to) {
+/* Keeps the full blocks of a sequence up to position `end`, for prompts to find, if their rows are exact: those below
+ * exact_to.  A touch of the last one counts as a use of those before it, which stay longer. */
+static void keep_full_blocks(kvc_session *session, int32_t end, int32_t exact_to) {
     const kvc_node *before = session->last;
     if (end > exact_to) end = exact_to;
     while (session->kept_to <= end - block_size(session) && keep_next(session)) continue;
@@ -196,7 +197,7 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         if (member->is_unstored || batch->replaced ||
             !kvc_prefix_may_keep(session->prefix, member->sequence, session->first))
             continue;
-        fill(session, r.end, find_exact_to(batch, member->sequence));
+        keep_full_blocks(session, r.end, find_exact_to(batch, member->sequence));
     }
 }
 

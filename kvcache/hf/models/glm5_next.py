@@ -16,7 +16,7 @@ def choose(
     own: Callable[..., Tensor], indexer: Any, *, cache: Any, hidden_states: Tensor, q_resid: Tensor,
     attention_mask: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Do what `Glm5NextTextIndexer.forward` does."""
+    """Return the blocks of rows that each token attends to, as `Glm5NextTextIndexer.forward`, `own`, would."""
     keys: PooledKeys = cache.index_keys(indexer.layer_idx)
     q = indexer.wq_b(q_resid).view(*hidden_states.shape[:2], -1, indexer.head_dim)
     k = indexer.k_norm(indexer.wk(hidden_states))
@@ -29,7 +29,7 @@ def choose(
         return (shares.to(k.dtype) * k).sum(1)
 
     padding = None
-    if not attention_mask.all():  # it says nothing of earlier passes
+    if not attention_mask.all():  # of this pass alone: sequence i began with offsets[i] tokens of padding
         passes = keys.passes
         past = torch.arange(passes.num_seen) >= torch.tensor(passes.offsets or [0])[:, None]
         padding = torch.cat((past.expand(len(attention_mask), -1), attention_mask), 1)
