@@ -60,13 +60,24 @@ static int is_crowded_in(const sequence *s) {
     return 0;
 }
 
+/* Returns a sequence, often one that has many rows of another: attention goes over them for both at once. */
+static int beside(int s) {
+    const int32_t most = text_length(w.o.sequences[s].text);
+    int at = own_slot();
+    for (int tries = w.theme == ATTENTION ? 8 : 0; tries > 0 && most > 16; tries--) {
+        if (at != s && text_common(w.o.sequences[at].text, w.o.sequences[s].text) > 16) break;
+        at = own_slot();
+    }
+    return at;
+}
+
 /* Draws the tokens of up to three sequences: usually the next ones, one sequence after the other or mixed. */
 static void draw_tokens(call *c, int is_odd) {
     int members[3], texts[3];
     int64_t next[3];
     int is_prompt = 0; /* which is long, of one sequence */
     for (int m = 0; m < 3; m++) {
-        members[m] = is_prompt ? members[0] : own_slot();
+        members[m] = is_prompt ? members[0] : m ? beside(members[0]) : own_slot();
         if (w.theme == ATTENTION && !m) is_prompt = next_of(&w.o, &w.o.sequences[members[0]]) < 24 || !pick(4);
         const sequence *s = &w.o.sequences[members[m]];
         for (int i = 0; i < m; i++)

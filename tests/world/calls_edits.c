@@ -56,7 +56,7 @@ void run_share(call *c) {
 static int draw_positions(call *c) {
     draw_one(c);
     c->begin = usually_whole(any_position(c->s));
-    c->end = pick(3) ? usually_whole(behind(c->begin, 20)) : KVC_END;
+    c->end = pick(w.theme == ATTENTION ? 2 : 3) ? usually_whole(behind(c->begin, 20)) : KVC_END;
     if (c->end < c->begin) c->end = c->begin;
     return 1;
 }
