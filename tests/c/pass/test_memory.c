@@ -3,112 +3,26 @@
 #include <math.h>
 
 #include "support/feeding.h"
-#include "support/keeping.h"
 #include "support/pairs.h"
 
 enum { BLOCK = 4, MOST = 64 };
 
 /* ---- reserved ---------------------------------------------------------------------------------------------------- */
 
-/* Feeds, forks, retains, cuts and views a few sequences at random. */
-static kvc_hold *random_scene(kvc_cache *cache, int num_layers) {
-    kvc_hold *hold = NULL;
-    kvc_span spans[MOST];
-    int64_t num, next_retained = 1000;
-    for (int step = random_int(1, 16); step > 0; step--) {
-        const int64_t id = random_int(1, 4);
-        const int32_t next = kvc_next_position(cache, id);
-        switch (random_int(0, 8)) {
-        case 0: kvc_fork(cache, id, 1 + id % 3); break;
-        case 1: kvc_truncate(cache, id, random_int(0, next + 1)); break;
-        case 2: kvc_remove(cache, id, next / 3, next / 2, 0); break;
-        case 3: CHECK(retain(cache, id, next_retained++, next / 2, next) == KVC_OK); break;
-        case 4:
-            if (!hold)
-                CHECK(kvc_spans(cache, id, random_int(0, num_layers), spans, sizeof *spans, MOST, &num, &hold) ==
-                      KVC_OK);
-            break;
-        default: feed(cache, num_layers, id, random_int(1, 9)); break;
-        }
-    }
-    return hold;
-}
-
-/* Fills in one to three layers of the three policies; returns how many. */
-static int random_layers(kvc_layer *layers) {
-    layers[0] = layer_with(chunked_policy(random_int(1, 12), random_int(0, 3) ? 0 : random_int(1, 6)));
-    layers[1] = layer_with(sliding_policy(random_int(1, 9), random_int(0, 3), 0));
-    layers[2] = plain_layer;
-    return random_int(1, 4);
-}
-
-/* However the tokens that memory was reserved for come in batches, whoever holds the rows before them, and whatever was
- * begun and aborted first, they take no more. */
-static void test_reserved_beside_others(void) {
-    for (int round = 0; round < (is_full() ? 20000 : 2000); round++) {
-        kvc_layer layers[3];
-        const int num_layers = random_layers(layers);
-        kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){0});
-        kvc_hold *hold = random_scene(cache, num_layers);
-        const int64_t id = random_int(1, 4);
-        const int32_t most = random_int(1, 30);
-        if (kvc_can_resume(cache, id, kvc_next_position(cache, id))) {
-            CHECKF(kvc_reserve(cache, id, most) == KVC_OK, "%s", kvc_last_error());
-            if (!hold && random_int(0, 2)) /* a view may keep slots of what was reserved */
-                CHECK(try_batch(cache, id, random_int(1, MOST + 1)) == KVC_OK);
-            memory_fail_after(&heap, 0);
-            for (int32_t rest = most, n; rest > 0; rest -= n) {
-                n = random_int(1, rest + 1);
-                const kvc_status status = feed(cache, num_layers, id, n);
-                CHECKF(status == KVC_OK, "round %d: %d of %d, of %d: %s", round, n, rest, most, kvc_last_error());
-                if (status != KVC_OK) break;
-            }
-            memory_fail_after(&heap, -1);
-        }
-        kvc_hold_free(hold);
+/* Tokens that memory was reserved for take no more, in however many batches they come.  tests/world compares how many
+ * blocks reserved tokens take beside others. */
+static void test_reserved(void) {
+    const kvc_layer layers[] = {plain_layer, layer_with(sliding_policy(5, 2, 0)), layer_with(chunked_policy(7, 0))};
+    for (int32_t at_once = 1; at_once <= 30; at_once++) {
+        kvc_cache *cache = heap_cache(3, layers, (kvc_config){0});
+        CHECK(kvc_reserve(cache, 1, 30) == KVC_OK);
+        memory_fail_after(&heap, 0);
+        for (int32_t rest = 30; rest > 0; rest -= at_once)
+            CHECKF(feed(cache, 3, 1, rest < at_once ? rest : at_once) == KVC_OK, "%d at once: %s", (int)at_once,
+                   kvc_last_error());
+        memory_fail_after(&heap, -1);
         free_valid(cache);
     }
-}
-
-/* At max_bytes, reserving less than the cache has gives nothing back. */
-static void test_reserved_again(void) {
-    const kvc_layer layer = {.num_kv_heads = 4, .k_dim = 1024, .v_dim = 1024};
-    int64_t bytes[2], max_bytes = 0;
-    for (int limited = 0; limited < 2; limited++) {
-        kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16, .max_bytes = max_bytes});
-        CHECKF(feed(cache, 1, 1, 16) == KVC_OK && kvc_reserve(cache, 1, 32) == KVC_OK, "%s", kvc_last_error());
-        CHECKF(kvc_reserve(cache, 1, 4) == KVC_OK, "%s", kvc_last_error());
-        bytes[limited] = kvc_nbytes(cache);
-        max_bytes = bytes[limited] + (1 << 14); /* a row has twice as many */
-        CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-    }
-    CHECKF(bytes[1] == bytes[0], "%d bytes are left, of %d", (int)bytes[1], (int)bytes[0]);
-}
-
-/* Near max_bytes, all that there is room for can be reserved, and its batch takes no more. */
-static void test_reserved_room(void) {
-    int num_reserved = 0, num_more = 0;
-    for (int round = 0; round < (is_full() ? 3000 : 500); round++) {
-        kvc_layer layers[3];
-        const int num_layers = random_layers(layers);
-        const int64_t max_bytes = bytes_of_blocks(num_layers, layers, (kvc_config){0}, random_int(1, 9));
-        const int64_t id = random_int(1, 4);
-        kvc_cache *cache = heap_cache(num_layers, layers, (kvc_config){.max_bytes = max_bytes});
-        kvc_batch *batch = NULL;
-        int64_t room = 0;
-        kvc_hold_free(random_scene(cache, num_layers));
-        CHECK(kvc_room(cache, id, &room) == KVC_OK);
-        if (room > 0 && room <= MOST_FED) {
-            CHECKF(kvc_reserve(cache, id, room) == KVC_OK, "%s", kvc_last_error());
-            const int64_t bytes = kvc_nbytes(cache);
-            CHECKF(begin_at_end(cache, id, (int32_t)room, &batch) == KVC_OK, "%s", kvc_last_error());
-            num_more += kvc_nbytes(cache) > bytes; /* near the limit, a batch may go on in another block */
-            kvc_abort(batch);
-            num_reserved++;
-        }
-        free_valid(cache);
-    }
-    CHECKF(num_reserved > 100 && num_more * 50 < num_reserved, "%d, %d", num_reserved, num_more);
 }
 
 /* ---- given back -------------------------------------------------------------------------------------------------- */
@@ -322,6 +236,7 @@ static void test_slots_without_memory(void) {
 int main(void) {
     test_bytes_of_a_token();
     test_slots_without_memory();
+    test_reserved();
     test_counted();
     test_aborted();
     test_aborted_cross();
@@ -330,8 +245,5 @@ int main(void) {
     test_aborted_leaves_resident();
     test_aborted_leaves_free();
     test_aborted_steps();
-    test_reserved_beside_others();
-    test_reserved_again();
-    test_reserved_room();
     return test_result();
 }

@@ -359,6 +359,32 @@ static void test_checkpoints(void) {
     close_world();
 }
 
+/* A sequence lacks the tokens that a batch did not keep: no block has them, and no state stands behind them. */
+static void test_state_behind_a_gap(void) {
+    const kvc_policy policies[] = {full, sliding_policy(3, 0, 0)};
+    const kvc_put_args put = zero_rows(0, 0);
+    const int64_t *ids = numbers(100);
+    for (int num_policies = 1; num_policies <= 2; num_policies++)
+        for (int at = 3; at <= 4; at++) {
+            open_world(policies, num_policies, no_limits, (kvc_prefix_config){.state_bytes = STATE, .max_events = 9});
+            const int64_t id = acquire(ids, 12, NULL);
+            kvc_batch *batch = NULL;
+            kvc_prefix_event event;
+            int64_t num, num_lost;
+            CHECK(begin_at_end(cache, id, 5, &batch) == KVC_OK);
+            for (int l = 0; l < num_policies; l++) CHECK(kvc_put(batch, l, &put) == KVC_OK);
+            CHECK(kvc_commit_kept(batch, (int32_t[]){0, 1, 4}, 3) == KVC_OK && kvc_exact_to(cache, id) == 4);
+            checkpoint(id, ids, at, 1);
+            CHECKF(stats_now().checkpoints == 0 && stats_now().held == 2, "%d groups: %d tokens are kept", num_policies,
+                   (int)stats_now().held);
+            release(id, ids, 5);
+            CHECK(kvc_prefix_take_events(prefix, &event, sizeof event, 1, &num, &num_lost) == KVC_OK && num == 0);
+            serve(ids, 8, 8);
+            CHECKF(known(ids, 8) == 0, "%d groups: a state is found behind %d tokens", num_policies, known(ids, 8));
+            close_world();
+        }
+}
+
 /* Options that cannot be, or not together. */
 static void test_bad_options(void) {
     static const struct {
@@ -554,6 +580,7 @@ int main(void) {
     test_reuse();
     test_tree();
     test_checkpoints();
+    test_state_behind_a_gap();
     test_bad_options();
     test_room_for_states();
     test_waiting_prompts();

@@ -245,30 +245,6 @@ static void test_round_trips(void) {
     }
 }
 
-/* Tokens of several sequences in lock step, [batch][head][token], go in as they are. */
-static void test_tokens_per_sequence(void) {
-    const kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q8_0);
-    kvc_cache *cache = new_cache(&layer), *other = new_cache(&layer);
-    feed(cache, &layer, 0, 12);
-    rows all = stored(cache, &layer, 0), parts = rows_new(&layer, 12, HEAD_MAJOR);
-    for (int i = 0; i < 12; i++) {
-        for (int h = 0; h < HEADS; h++) {
-            const int at = (i / 4 * HEADS + h) * 4 + i % 4;
-            memcpy(parts.k.rows + at * parts.k.row_bytes, row_at(&all.k, i, h), (size_t)parts.k.row_bytes);
-            memcpy(parts.v.rows + at * parts.v.row_bytes, row_at(&all.v, i, h), (size_t)parts.v.row_bytes);
-        }
-    }
-    kvc_put_args args = put_of(&layer, &parts);
-    args.tokens_per_sequence = 4;
-    args.k_head_stride = 4 * parts.k.row_bytes, args.k_batch_stride = HEADS * args.k_head_stride;
-    args.v_head_stride = 4 * parts.v.row_bytes, args.v_batch_stride = HEADS * args.v_head_stride;
-    kvc_batch *batch = begin(other, 0, 12);
-    CHECKF(kvc_put(batch, 0, &args) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
-    check_stored(other, &layer, 0, &all);
-    rows_free(&all), rows_free(&parts);
-    free_cache(cache), free_cache(other);
-}
-
 /* Keys that moved are what the decoded ones are when they are encoded; those stored stay as they are. */
 static void check_moved(int32_t k_type) {
     const kvc_layer layer = layer_of(k_type, KVC_Q8_0);
@@ -297,20 +273,6 @@ static void check_moved(int32_t k_type) {
     CHECK(memcmp(row_at(&copy.k, 3, 0), row_at(&before.k, 3, 0), (size_t)copy.k.row_bytes));
     check_stored(cache, &layer, 0, &before);
     rows_free(&before), rows_free(&copy), rows_free(&again);
-    free_cache(cache);
-}
-
-/* Moved keys have not changed if the layer has no rotation. */
-static void test_moved_without_rope(void) {
-    kvc_layer layer = layer_of(KVC_Q4_0, KVC_Q4_0);
-    layer.rope = (kvc_rope){.kind = KVC_ROPE_NONE};
-    kvc_cache *cache = new_cache(&layer);
-    feed(cache, &layer, 0, ROWS);
-    rows before = stored(cache, &layer, 0);
-    CHECK(kvc_shift(cache, 0, 0, KVC_END, 9) == KVC_OK);
-    rows copy = gathered(cache, &layer, 0, 0, ROWS, GAPS);
-    check_rows(&copy, &before, 0);
-    rows_free(&before), rows_free(&copy);
     free_cache(cache);
 }
 
@@ -555,9 +517,7 @@ static void test_refused(void) {
 
 static void test_all(void) {
     test_round_trips();
-    test_tokens_per_sequence();
     test_moved();
-    test_moved_without_rope();
     test_extract();
     test_attend();
     test_any_bytes();

@@ -8,8 +8,6 @@
 #include "edit/kept.h"
 #include "support/test.h"
 
-enum { MOST_PIECES = 16, MOST_GROUPS = 16 };
-
 static inline kvc_sequence *find_retained(const kvc_cache *cache, int64_t id) {
     kvc_sequence *sequence = kvc_table_find(&cache->sequences, id);
     return sequence && sequence->evicting.is_kept ? sequence : NULL;
@@ -46,44 +44,6 @@ static inline kvc_status retain_new(kvc_cache *cache, int64_t id, int32_t begin,
     if (end - begin > kvc_block_size(cache)) return kvc_fail(KVC_ERR_INVALID, "end is %d", end);
     kvc_lock(cache);
     return kvc_unlock(cache, kvc_make_kept_unwritten(cache, id, begin, end, layers ? layers : all, 0));
-}
-
-/* Uses retained sequences, the first last, and ignores other ids. */
-static inline kvc_status touch_retained(kvc_cache *cache, const int64_t *ids, int num) {
-    kvc_lock(cache);
-    for (int i = num - 1; i >= 0; i--)
-        if (find_retained(cache, ids[i]))
-            kvc_cache_use(cache, find_retained(cache, ids[i]), ++cache->evicting.num_uses);
-    return kvc_unlock(cache, KVC_OK);
-}
-
-/* Makes dst of what matches, up to `length`, of retained sequences by rising position.  Other ids count as evicted. */
-static inline kvc_status attach_retained(kvc_cache *cache, const int64_t *ids, int num, int64_t dst, int32_t length,
-                                         int32_t *matched) {
-    kvc_piece pieces[MOST_PIECES];
-    kvc_lock(cache);
-    kvc_sequence *old = kvc_cache_find(cache, dst);
-    kvc_status status = kvc_check_idle(old);
-    if (status == KVC_OK && old && kvc_sequence_holds(old)) status = kvc_fail(KVC_ERR_INVALID, "dst holds rows");
-    int32_t last = -1;
-    for (int i = 0; status == KVC_OK && i < num; i++) {
-        kvc_sequence *rows = find_retained(cache, ids[i]);
-        if (rows && rows->call.in_place) rows = NULL;
-        pieces[i] = (kvc_piece){rows, rows ? kvc_sequence_first(rows) : -1, KVC_END};
-        if (rows && pieces[i].begin <= last) status = kvc_fail(KVC_ERR_INVALID, "ids[%d] stands before others", i);
-        if (rows) last = kvc_sequence_last(rows);
-    }
-    *matched = 0;
-    if (status == KVC_OK) {
-        kvc_covered covered[MOST_GROUPS];
-        kvc_piece_list found = kvc_pieces_begin(cache, pieces, num, covered);
-        *matched = kvc_pieces_match(&found, length);
-    }
-    if (*matched) status = kvc_attach_pieces(cache, pieces, num, dst, *matched);
-    if (status == KVC_OK && old) kvc_cache_drop(cache, old); /* all its rows have expired */
-    kvc_unlock(cache, KVC_OK);
-    if (status == KVC_OK) touch_retained(cache, ids, num);
-    return status;
 }
 
 /* Writes the ids of retained sequences, the least recently used first: at most max_ids.  Returns how many there are. */
