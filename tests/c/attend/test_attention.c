@@ -1,14 +1,11 @@
 /* Attention against plain arithmetic in double over the decoded rows: rows of every type, keys that are off by several
  * deltas, trees, windows.  Bits are the same however a sequence is stored and worked on, and whatever rows hold that it
  * does not see. */
-#define _DEFAULT_SOURCE /* guarded.h, setenv, fork */
+#define _DEFAULT_SOURCE /* guarded.h, setenv */
 #include <float.h>
-#include <pthread.h>
-#include <stdatomic.h>
 
 #include "attend/cutting.h"
 #include "attend/plan.h"
-#include "support/crew.h"
 #include "support/guarded.h"
 #include "support/isas.h"
 #include "support/memory.h"
@@ -23,18 +20,6 @@ static void test_random(void) {
         static scene s;
         s = random_scene(i);
         const setting how = random_setting();
-        check_scene(&s, &how);
-    }
-}
-
-/* Rows of all types, every second of which was removed, so that they lie evenly. */
-static void test_thinned(void) {
-    const setting how = {.block_size = 64, .num_threads = 1, .thinned = 1};
-    for (int type = 0; type < KVC_STORED_TYPES; type++) {
-        static scene s;
-        s = plain_scene(1, 4, 64, 150, 2);
-        s.layer.k_type = s.layer.v_type = type;
-        for (int i = 0; i < 152; i++) s.members[0].positions[i] *= 2;
         check_scene(&s, &how);
     }
 }
@@ -95,33 +80,6 @@ static void test_largest_sums(void) {
             question_free(&a);
             stage_free(st);
         }
-}
-
-/* Heads before tokens, lse not wanted, rows far apart: what lies between stays as it was. */
-static void test_strides(void) {
-    enum { TOKENS = 6, HEADS = 4, DIM = 5, GAP = 3 };
-    static float q[HEADS * TOKENS * (DIM + GAP)], out[HEADS * TOKENS * (DIM + GAP)];
-    scene s = plain_scene(2, 2, DIM, 30, TOKENS);
-    stage *st = stage_new(&s, &usual);
-    question a = question_of_all(st);
-    CHECK(ask(&a) == KVC_OK);
-    for (int t = 0; t < TOKENS; t++)
-        for (int h = 0; h < HEADS; h++)
-            memcpy(&q[(h * TOKENS + t) * (DIM + GAP)], a.q + (t * HEADS + h) * DIM * 4, DIM * 4);
-    for (size_t i = 0; i < sizeof out / sizeof *out; i++) out[i] = 77;
-    kvc_attend_args args = a.args;
-    args.q = q;
-    args.out = out;
-    args.lse = NULL;
-    args.q_token_stride = args.out_token_stride = (DIM + GAP) * 4;
-    args.q_head_stride = args.out_head_stride = TOKENS * (DIM + GAP) * 4;
-    CHECK(kvc_attend(st->batch, &a.plan, &args) == KVC_OK);
-    for (int i = 0; i < TOKENS * HEADS; i++) {
-        const float *row = &out[(i % HEADS * TOKENS + i / HEADS) * (DIM + GAP)];
-        CHECK(!memcmp(row, a.out + i * DIM * 4, DIM * 4) && row[DIM] == 77 && row[DIM + GAP - 1] == 77);
-    }
-    question_free(&a);
-    stage_free(st);
 }
 
 /* Rows that no query sees: all rows, because their scores are -inf; and whole tiles and parts of tiles, which a window
@@ -328,80 +286,6 @@ static void test_same_bits(void) {
     }
 }
 
-/* ---- cancelling -------------------------------------------------------------------------------------------------- */
-
-/* The flag is set before: nothing is written, and without it the same call does it all. */
-static void check_cancel(question *a, const question *right) {
-    volatile int32_t cancel = 1;
-    a->args.cancel = &cancel;
-    wipe(a);
-    CHECK_FAILS(ask(a), KVC_ERR_CANCELLED, "cancelled", "");
-    for (int i = 0; i < a->n * a->args.out_token_stride; i++) CHECK(a->out[i] == 0x7f);
-    cancel = 0;
-    CHECK(ask(a) == KVC_OK);
-    check_all_same(a, right, "cancel", 0);
-    a->args.cancel = NULL;
-}
-
-static void test_cancel(void) {
-    for (int i = 0; i < 2; i++) {
-        const scene s = i ? wide_scene() : long_scene();
-        stage *st = stage_new(&s, &usual);
-        question a = question_of_all(st), right = question_of_all(st);
-        CHECK(ask(&right) == KVC_OK);
-        check_cancel(&a, &right);
-        question_free(&a);
-        question_free(&right);
-        stage_free(st);
-    }
-}
-
-/* ---- rows stored on the way -------------------------------------------------------------------------------------- */
-
-/* An attend that is refused has stored nothing. */
-static void check_put_without_a_trace(question *a, const source *src) {
-    kvc_put_args put = src->args;
-    const void *q = a->args.q;
-    put.v = NULL;
-    a->args.put = &put;
-    CHECK_FAILS(ask(a), KVC_ERR_INVALID, "v", "NULL");
-    put = src->args;
-    a->args.q = NULL;
-    CHECK_FAILS(ask(a), KVC_ERR_INVALID, "q", "NULL");
-    a->args.q = q;
-    put.num_tokens = 1;
-    CHECK_FAILS(ask(a), KVC_ERR_INVALID, "token 1", "layer 0");
-    a->args.put = NULL;
-    CHECK_FAILS(ask(a), KVC_ERR_INVALID, "token 0", "layer 0");
-}
-
-/* Begins the batch of a stage again, without any rows. */
-static void begin_again(stage *st, const int32_t *parents) {
-    kvc_abort(st->batch);
-    CHECK(kvc_begin(st->cache, st->tokens.n, st->tokens.positions, st->tokens.ids, parents, &st->batch) == KVC_OK);
-}
-
-/* Two ranges of tokens, each stored and attended to in one call. */
-static void test_put_in_attend(void) {
-    scene s = plain_scene(2, 2, 8, 0, 6);
-    stage *st = stage_new(&s, &usual);
-    begin_again(st, NULL);
-    for (int first = 0; first < 6; first += 3) {
-        question a = question_new(st, 0, first, 3), right = question_new(st, 0, first, 3);
-        source src = source_new(&s, &usual, 0, &st->tokens, first, 3);
-        if (first == 0) check_put_without_a_trace(&a, &src);
-        a.args.put = &src.args;
-        CHECKF(ask(&a) == KVC_OK && ask(&right) == KVC_OK, "%s", kvc_last_error());
-        check_all_same(&a, &right, "first", first);
-        CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "put", "before");
-        source_free(&src);
-        question_free(&a);
-        question_free(&right);
-    }
-    check_range(st, 0, 6);
-    stage_free(st);
-}
-
 /* ---- plans ------------------------------------------------------------------------------------------------------- */
 
 /* A plan that kvc_attend made serves only calls like its own. */
@@ -461,39 +345,6 @@ static void test_memory_of_freed_plans(void) {
     question_free(&a);
     stage_free(st);
     CHECK(heap.num == 0);
-}
-
-/* Plans of cross-attention layers end with the rows they go over. */
-static void test_plans_of_cross_rows(void) {
-    const kvc_layer plain = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4};
-    kvc_layer layers[] = {plain, plain, plain};
-    layers[1].policy = layers[2].policy = (kvc_policy){KVC_CROSS, .max_len = 5};
-    const float rows[] = {1, 2, 3, 4, 5, 6, 7, 8};
-    float out[4];
-    kvc_cache *cache = cache_of(layers, 3, (kvc_config){0});
-    kvc_batch *batch;
-    kvc_plan *plan = NULL, *other = NULL;
-    CHECK(kvc_begin(cache, 1, (int32_t[]){0}, (int64_t[]){4}, NULL, &batch) == KVC_OK);
-    kvc_put_args put = {.struct_size = sizeof put, .num_tokens = 1, .k = rows, .v = rows, .seq_id = 4};
-    const kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .layer = 1, .num_heads = 1};
-    kvc_attend_args args = {.struct_size = sizeof args, .q = rows, .out = out};
-    CHECK_FAILS(kvc_attend(batch, &plan_args, &args), KVC_ERR_INVALID, "sequence 4", "layer 1");
-    CHECK(kvc_put(batch, 1, &put) == KVC_OK && kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
-    CHECK(kvc_plan_run(plan, 1, &args, 0) == KVC_OK && out[0] == 1 && out[3] == 4);
-    put.k = put.v = rows + 4;
-    CHECK(kvc_put(batch, 2, &put) == KVC_OK); /* nothing to the plan of layer 1 */
-    CHECKF(kvc_plan_run(plan, 1, &args, 0) == KVC_OK && out[0] == 1, "%s", kvc_last_error());
-    CHECK(kvc_put(batch, 1, &put) == KVC_OK);
-    CHECK_FAILS(kvc_plan_run(plan, 1, &args, 0), KVC_ERR_INVALID, "layer 1", "make another");
-    kvc_plan_leave(plan);
-    CHECK(kvc_plan_new(batch, &plan_args, &other) == KVC_OK && other != plan);
-    CHECK(kvc_plan_run(other, 1, &args, 0) == KVC_OK && out[0] == 5 && out[3] == 8);
-    kvc_plan_free(other);
-    put.k = put.v = rows;
-    args.put = &put; /* put and attended to in one call */
-    CHECK(kvc_attend(batch, &plan_args, &args) == KVC_OK && out[0] == 1 && out[3] == 4);
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
 /* ---- dense rows -------------------------------------------------------------------------------------------------- */
@@ -639,9 +490,8 @@ static void test_bad_arguments(void) {
     memcpy(st->tokens.positions, positions, sizeof positions);
     kvc_abort(st->batch);
     CHECK(kvc_cache_free(st->cache) == KVC_OK);
-    st->batch = NULL;
     st->cache = cache_of(layers, 2, (kvc_config){0});
-    begin_again(st, NULL);
+    CHECK(kvc_begin(st->cache, 3, st->tokens.positions, st->tokens.ids, NULL, &st->batch) == KVC_OK);
     question a = question_of_all(st);
     test_bad_plans(&a);
     test_bad_attends(&a);
@@ -673,11 +523,9 @@ static void test_bad_arguments(void) {
 
 static void test_isa(void) {
     test_random();
-    test_thinned();
     test_tiled();
     test_huge_scores();
     test_largest_sums();
-    test_strides();
     test_nothing_visible();
     test_value_in_key();
     test_unseen();
@@ -685,9 +533,6 @@ static void test_isa(void) {
     test_same_bits();
     check_tasks(long_scene());
     check_tasks(wide_scene());
-    check_tasks(plain_scene(1, 1, 1, 0, 1));
-    test_cancel();
-    test_put_in_attend();
     test_plans_of_non_causal();
     test_memory_of_freed_plans();
 }
@@ -695,7 +540,6 @@ static void test_isa(void) {
 int main(void) {
     test_bad_arguments();
     test_bad_dense();
-    test_plans_of_cross_rows();
     test_not_in_step();
     for_some_isas(test_isa);
     return test_result();

@@ -81,35 +81,6 @@ static void test_value_in_key(void) {
     check_spread("value_in_key");
 }
 
-/* Keys whose deltas change within tiles. */
-static void test_moved(void) {
-    for (int i = 0; i < KVC_STORED_TYPES * 2; i++) {
-        static scene s;
-        s = plain_scene(2, 3, 64, 400, 14);
-        s.layer.k_type = s.layer.v_type = i / 2;
-        s.layer.k_transform = i % 2;
-        s.layer.rope = rope_of(0, 32, i % 2);
-        s.num_moves = i % 3 ? i % 3 : 40;
-        check_scene(&s, &usual);
-    }
-    check_spread("moved");
-}
-
-/* Masked ranges, in whole tiles and within them; masked rows of floats are no numbers. */
-static void test_masked(void) {
-    for (int i = 0; i < 3 * KVC_STORED_TYPES; i++) {
-        static scene s;
-        s = plain_scene(2, 2, 64, 300, 20);
-        s.layer.k_type = s.layer.v_type = i / 3;
-        s.num_members = 2;
-        s.members[1] = member_of_length(50, 9);
-        for (int32_t at = i; s.num_masked < 6; at += 37 + i % 3 * 20)
-            s.masked[s.num_masked++] = (kvc_masked){at % 2, at, at + 1 + at % 41};
-        check_scene(&s, &usual);
-    }
-    check_spread("masked");
-}
-
 /* ---- rows that are no random numbers ----------------------------------------------------------------------------- */
 
 enum { ROWS = 300, TOKENS = 12, DIM = 64 };
@@ -228,83 +199,6 @@ static void test_bad_queries(void) {
         for (int t = 0; t < TOKENS; t++)
             CHECK(memcmp(got.out[t], right.out[t], sizeof *got.out) == 0 ? t != 3 : t == 3);
     }
-}
-
-/* Tokens that see those behind them: all get nearly what they get exactly. */
-static void test_non_causal(void) {
-    const uint8_t some[TOKENS] = {0, 1, 1, 0, 0, 1};
-    content *c = content_new();
-    for (int type = 0; type < KVC_STORED_TYPES; type++) {
-        results exact, got;
-        double off = 0, size = 0;
-        answer(c, type, some, KVC_PRECISION_STORED, &exact);
-        answer(c, type, some, KVC_PRECISION_INT8, &got);
-        for (int i = 0; i < TOKENS * DIM; i++) {
-            off += pow((double)(got.out[i / DIM][i % DIM] - exact.out[i / DIM][i % DIM]), 2);
-            size += pow((double)exact.out[i / DIM][i % DIM], 2);
-        }
-        CHECKF(off > 0 && sqrt(off) < 0.03 * sqrt(size), "type %d: off by %g of %g", type, sqrt(off), sqrt(size));
-    }
-}
-
-/* Rows of cross-attention, which all tokens see. */
-static void test_cross(void) {
-    const kvc_layer layers[] = {
-        {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM},
-        {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .policy = {KVC_CROSS, .max_len = ROWS}}};
-    results got[2];
-    double off = 0, size = 0;
-    content *c = content_new();
-    kvc_cache *cache = cache_of(layers, 2, (kvc_config){.num_threads = 1});
-    kvc_batch *batch = NULL;
-    CHECK(kvc_begin(cache, TOKENS, NULL, NULL, NULL, &batch) == KVC_OK);
-    put_floats(batch, 1, 0, ROWS, 1, DIM, DIM, c->k, c->v);
-    for (int i = 0; i < 2; i++) {
-        const kvc_plan_args plan = {.struct_size = sizeof plan, .layer = 1, .num_heads = 1, .precision = i};
-        kvc_attend_args args = float_queries(1, DIM, DIM, c->q, got[i].out);
-        CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
-    }
-    for (int i = 0; i < TOKENS * DIM; i++) {
-        off += pow((double)(got[0].out[i / DIM][i % DIM] - got[1].out[i / DIM][i % DIM]), 2);
-        size += pow((double)got[0].out[i / DIM][i % DIM], 2);
-    }
-    CHECKF(off > 0 && sqrt(off) < 0.03 * sqrt(size), "off by %g of %g", sqrt(off), sqrt(size));
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-}
-
-/* ---- several calls ----------------------------------------------------------------------------------------------- */
-
-/* The results of two calls in bytes, for the rows before and behind a position, are joined exactly. */
-static void test_prior(void) {
-    scene s = plain_scene(2, 2, 64, 300, 20);
-    stage *st = stage_new(&s, &usual);
-    question a = question_of_all(st), b = question_of_all(st), joined = question_of_all(st);
-    const kvc_masked late = {0, 130, KVC_END}, early = {0, 0, 130};
-    a.plan.masked = &late, b.plan.masked = joined.plan.masked = &early;
-    a.plan.num_masked = b.plan.num_masked = joined.plan.num_masked = 1;
-    a.plan.masked_size = b.plan.masked_size = joined.plan.masked_size = sizeof late;
-    CHECKF(ask(&a) == KVC_OK && ask(&b) == KVC_OK, "%s", kvc_last_error());
-    joined.args.prior_out = a.out;
-    joined.args.prior_lse = a.lse;
-    CHECKF(ask(&joined) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < a.n; t++)
-        for (int h = 0; h < s.num_heads; h++) {
-            float x[MAX_DIM], y[MAX_DIM], z[MAX_DIM];
-            const int i = t * s.num_heads + h;
-            const double lse = join_logs((double)a.lse[i], (double)b.lse[i]);
-            read_out(&a, t, h, x), read_out(&b, t, h, y), read_out(&joined, t, h, z);
-            CHECKF(fabs((double)joined.lse[i] - lse) < 1e-5, "lse is %g, not %g", (double)joined.lse[i], lse);
-            for (int d = 0; d < 64; d++) {
-                const double right =
-                    exp((double)a.lse[i] - lse) * (double)x[d] + exp((double)b.lse[i] - lse) * (double)y[d];
-                CHECKF(fabs((double)z[d] - right) < 1e-5, "token %d, out[%d] is %g, not %g", t, d, (double)z[d], right);
-            }
-        }
-    question_free(&a);
-    question_free(&b);
-    question_free(&joined);
-    stage_free(st);
 }
 
 /* ---- the same bits ----------------------------------------------------------------------------------------------- */
@@ -477,95 +371,19 @@ static void test_borders(void) {
     test_border_of_layers();
 }
 
-/* Tokens that choose or select rows do so exactly, in any number. */
-static void test_chosen(void) {
-    enum { TOKENS = 20, WIDTH = 5 };
-    static int32_t entries[TOKENS][WIDTH];
-    scene s = plain_scene(1, 4, 64, 300, TOKENS);
-    stage *st = stage_new(&s, &usual);
-    question a = question_of_all(st), b = question_of_all(st);
-    const kvc_chosen chosen = {.struct_size = sizeof chosen,
-                               .positions = *entries,
-                               .width = WIDTH,
-                               .num_choices = 1,
-                               .token_stride = sizeof *entries};
-    for (int i = 0; i < TOKENS * WIDTH; i++) entries[i / WIDTH][i % WIDTH] = 60 * (i % WIDTH) + random_int(0, 60);
-    a.plan.max_chosen = b.plan.max_chosen = WIDTH;
-    a.args.chosen = b.args.chosen = &chosen;
-    b.plan.precision = KVC_PRECISION_STORED;
-    CHECKF(ask(&a) == KVC_OK && ask(&b) == KVC_OK, "%s", kvc_last_error());
-    check_all_same(&a, &b, "chosen", 0);
-    question_free(&a);
-    question_free(&b);
-    stage_free(st);
-}
-
-/* Tokens that select rows do so exactly.  Prompts beside them read all rows, with the same bits as alone. */
-static void test_selected(void) {
-    static const int num_new[] = {12, 3};
-    scene s = plain_scene(2, 4, 64, 300, num_new[0]);
-    s.layer.sketch_bits = 2;
-    s.num_members = 2;
-    s.members[1] = member_of_length(300, num_new[1]);
-    stage *st = stage_new(&s, &usual);
-    question a = question_of_all(st), b = question_of_all(st);
-    b.plan.precision = KVC_PRECISION_STORED;
-    a.plan.select_rows = b.plan.select_rows = 8;
-    CHECKF(ask(&a) == KVC_OK && ask(&b) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < a.n; t++)
-        CHECKF(same_bits(&a, t, &b, t) == (st->tokens.ids[t] == 1 || !multiplies_bytes()), "token %d", t);
-    question alone = question_of_all(st);
-    CHECKF(ask(&alone) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < a.n; t++) CHECKF(st->tokens.ids[t] || same_bits(&a, t, &alone, t), "token %d", t);
-    question_free(&a);
-    question_free(&b);
-    question_free(&alone);
-    stage_free(st);
-}
-
-/* A reused plan serves the precision it was made for. */
-static void test_plans(void) {
-    scene s = plain_scene(1, 4, 64, 100, 9);
-    stage *st = stage_new(&s, &usual);
-    question a = question_of_all(st);
-    kvc_plan *plans[2], *plan = NULL;
-    for (int i = 0; i < 2; i++) {
-        a.plan.precision = i;
-        CHECK(kvc_plan_new(st->batch, &a.plan, &plans[i]) == KVC_OK);
-        CHECK(!i || plans[1] != plans[0]);
-        kvc_plan_leave(plans[i]);
-        CHECK(kvc_plan_new(st->batch, &a.plan, &plan) == KVC_OK && plan == plans[i]);
-        kvc_plan_leave(plan);
-    }
-    a.plan.precision = 2;
-    CHECK_FAILS(kvc_plan_new(st->batch, &a.plan, &plan), KVC_ERR_INVALID, "precision", "is 2:");
-    a.plan.precision = -1;
-    CHECK_FAILS(ask(&a), KVC_ERR_INVALID, "precision", "is -1:");
-    question_free(&a);
-    stage_free(st);
-}
-
 /* ---- all of them ------------------------------------------------------------------------------------------------- */
 
 static void test_isa(void) {
     precision = KVC_PRECISION_INT8;
     test_exact();
-    test_chosen();
-    test_selected();
-    test_plans();
     if (!multiplies_bytes()) return;
     test_random();
     test_types();
     test_value_in_key();
-    test_moved();
-    test_masked();
     test_zeros();
     test_sizes();
     test_heavy_key();
     test_bad_queries();
-    test_non_causal();
-    test_cross();
-    test_prior();
     test_same_bits();
     test_unseen();
 }

@@ -1,12 +1,9 @@
 /* kvc_choose chooses the rows that plain arithmetic in double chooses.  If queries and keys are whole numbers, the two
  * agree exactly.  Bits depend on the rows that a token sees alone: not on threads, blocks, or other tokens. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign, setenv */
-#include <pthread.h>
 
-#include "attend/work.h"
 #include "support/answers.h"
 #include "support/isas.h"
-#include "support/memory.h"
 
 enum { MAX_CHOICES = 8, MAX_WIDTH = 1500, MAX_TOKENS = 160, MAX_AMONG = 300 };
 
@@ -365,70 +362,6 @@ static void test_not_finite(void) {
     }
 }
 
-/* Tokens that see later ones choose among them, too; `local` ends at the token's own position all the same. */
-static void test_non_causal(void) {
-    static const uint8_t flags[MAX_NEW] = {1, 0, 1, 1, 0, 1};
-    scene s = whole_scene(KVC_INT8, 50, 6);
-    check_exact(&s, (kvc_choose_args){.width = 20, .num_local = 3, .relu = 1}, NULL, flags);
-}
-
-/* A position that kvc_divide gave to several rows has the score of the best one. */
-static void test_divided(void) {
-    static scene s;
-    s = whole_scene(KVC_F32, 900, 2);
-    stage *st = stage_of_divided(&s);
-    for (int i = 0; i < 10; i++) {
-        choosing *a = choosing_new(st, 1);
-        a->is_exact = 1;
-        random_arguments(a);
-        wipe_choice(a);
-        CHECKF(choose(a, 1 + i % 3, i % 2) == KVC_OK, "%s", kvc_last_error());
-        check_choices(a);
-        choosing_free(a);
-    }
-    stage_free(st);
-}
-
-/* In a tree between stored rows, a token ranks the rows of its ancestors.  Siblings at their positions do not count. */
-static void test_tree_in_a_hole(void) {
-    enum { NUM = 300, NEW = 4 };
-    static const int32_t positions[NEW] = {15, 16, 16, 400}, parents[NEW] = {-1, 0, 0, 1};
-    static const float scores[NEW][NEW] = {{1, 0, 0, 0}, {1, 2, 0, 0}, {1, 4, 0, 0}, {1, 2, 8, 0}};
-    static const int num_seen[NEW] = {11, 12, 12, NUM + 3};
-    static float k[NUM][32] = {{0}}, q[NEW][32] = {{1}, {1}, {1}, {1}}, got[NEW][NUM + NEW];
-    int32_t stored[NUM], chosen[NEW][NUM + NEW];
-    kvc_layer layer = {.num_kv_heads = 1, .k_dim = 32};
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16});
-    kvc_batch *batch = NULL;
-    for (int i = 0; i < NUM; i++) stored[i] = i < 10 ? i : i + 10;
-    CHECK(kvc_begin(cache, NUM, stored, NULL, NULL, &batch) == KVC_OK);
-    kvc_put_args put = float_rows(0, NUM, 1, 32, 0, k[0], NULL);
-    CHECKF(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_begin(cache, NEW, positions, NULL, parents, &batch) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < NEW; t++) k[t][0] = (float)(1 << t);
-    put = float_rows(0, NEW, 1, 32, 0, k[0], NULL);
-    CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
-    const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = 1};
-    const kvc_choose_args args = {.struct_size = sizeof args,
-                                  .q = q,
-                                  .chosen = chosen[0],
-                                  .scores = got[0],
-                                  .q_token_stride = sizeof *q,
-                                  .chosen_token_stride = sizeof *chosen,
-                                  .scores_token_stride = sizeof *got,
-                                  .scale = 1,
-                                  .width = NUM + NEW};
-    CHECKF(kvc_choose(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < NEW; t++)
-        for (int i = 0, own = 0; i < NUM + NEW; i++) {
-            CHECK((chosen[t][i] >= 0) == (i < num_seen[t]));
-            if (chosen[t][i] == 15 || chosen[t][i] == 16 || chosen[t][i] == 400)
-                CHECKF(got[t][i] == scores[t][own++], "token %d: %d scores %g", t, chosen[t][i], (double)got[t][i]);
-        }
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-}
-
 /* The choices, and the scores, of keys with one scale a row are the same bits on every instruction set. */
 static void check_same_on_sets(void) {
     static const int types[] = {KVC_INT8, KVC_INT6, KVC_INT4};
@@ -511,146 +444,7 @@ typedef struct rerun {
     int64_t first;
 } rerun;
 
-static void *run_every_second(void *context) {
-    const rerun *r = context;
-    for (int64_t i = r->first; i < kvc_plan_num_tasks(r->plan); i += 2)
-        CHECKF(kvc_plan_choose(r->plan, 0, r->args, i) == KVC_OK, "%s", kvc_last_error());
-    return NULL;
-}
-
-/* Two threads run all tasks again, while one was never run: a task ranks rows again while another one chooses. */
-static void test_reruns(void) {
-    static scene s;
-    s = whole_scene(KVC_F32, 3000 - 1, 1);
-    stage *st = stage_new(&s, &(setting){.block_size = 64, .num_threads = 4});
-    choosing *a = choosing_new(st, 40);
-    a->is_exact = 1;
-    a->plan.num_threads = 4;
-    rerun halves[2] = {{.args = &a->args}, {.args = &a->args, .first = 1}};
-    for (int round = 0; round < 5; round++) {
-        pthread_t thread;
-        kvc_plan *plan = NULL;
-        wipe_choice(a);
-        CHECKF(kvc_plan_new(st->batch, &a->plan, &plan) == KVC_OK, "%s", kvc_last_error());
-        const int64_t num_tasks = kvc_plan_num_tasks(plan);
-        for (int64_t i = 0; i < num_tasks - 1; i++) CHECK(kvc_plan_choose(plan, 0, &a->args, i) == KVC_OK);
-        halves[0].plan = halves[1].plan = plan;
-        CHECK(num_tasks > 2 && pthread_create(&thread, NULL, run_every_second, &halves[1]) == 0);
-        run_every_second(&halves[0]);
-        CHECK(pthread_join(thread, NULL) == 0);
-        check_choices(a);
-        kvc_plan_free(plan);
-    }
-    choosing_free(a);
-    stage_free(st);
-}
-
 /* ---- failure ----------------------------------------------------------------------------------------------------- */
-
-/* A call that is cancelled says so, and can be made again. */
-static void test_cancelled(void) {
-    scene s = whole_scene(KVC_INT8, 2000, 2);
-    stage *st = stage_new(&s, &(setting){.block_size = 64});
-    choosing *a = choosing_new(st, 40);
-    volatile int32_t cancel = 1;
-    a->args.cancel = &cancel;
-    CHECK_FAILS(choose(a, 2, 0), KVC_ERR_CANCELLED, "the choice", "cancelled");
-    CHECK_FAILS(choose(a, 2, 1), KVC_ERR_CANCELLED, "the choice", "cancelled");
-    const kvc_masked all = {.seq_id = st->tokens.ids[0], .end = KVC_END};
-    a->plan.masked = &all; /* a task without rows does not begin, either */
-    a->plan.masked_size = sizeof all;
-    a->plan.num_masked = 1;
-    CHECK_FAILS(choose(a, 2, 0), KVC_ERR_CANCELLED, "the choice", "cancelled");
-    a->plan.num_masked = 0;
-    cancel = 0;
-    a->is_exact = 1;
-    wipe_choice(a);
-    CHECK(choose(a, 2, 1) == KVC_OK);
-    check_choices(a);
-    choosing_free(a);
-    stage_free(st);
-}
-
-static kvc_status choose_on_two(void *context) { return choose(context, 2, 0); }
-
-/* Every allocation fails once; a call made again gives the right rows. */
-static void test_allocation(void) {
-    static memory heap;
-    memory_init(&heap);
-    scene s = whole_scene(KVC_INT8, 900, 2);
-    s.masked[s.num_masked++] = (kvc_masked){0, 30, 60};
-    stage *st = stage_new(&s, &(setting){.block_size = 16, .allocator = &heap.allocator});
-    choosing *a = choosing_new(st, 40);
-    a->is_exact = 1;
-    wipe_choice(a);
-    memory_exhaust(&heap, st->cache, choose_on_two, a);
-    check_choices(a);
-    choosing_free(a);
-    stage_free(st);
-}
-
-/* Arrays of sequences in lock step, with room between sequences, choose what they choose token after token. */
-static void test_lock_step(void) {
-    enum { SEQUENCES = 3, TOKENS = 2, NUM = SEQUENCES * TOKENS, HEADS = 4, DIM = 32, WIDTH = 5, ROOM = TOKENS + 3 };
-    static float k[NUM * DIM], q[NUM][HEADS][DIM], weights[NUM][HEADS], scores[NUM][WIDTH];
-    static float wide_q[SEQUENCES][ROOM][HEADS][DIM], wide_weights[SEQUENCES][ROOM][HEADS],
-        wide_scores[SEQUENCES][ROOM][WIDTH];
-    static int32_t among[NUM][3], chosen[NUM][WIDTH], wide_among[SEQUENCES][ROOM][3],
-        wide_chosen[SEQUENCES][ROOM][WIDTH];
-    const int64_t ids[NUM] = {0, 0, 1, 1, 2, 2};
-    kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM};
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 16});
-    kvc_batch *batch = NULL;
-    for (int i = 0; i < NUM * DIM; i++) k[i] = (float)random_int(-4, 5);
-    for (int t = 0; t < NUM; t++) {
-        for (int i = 0; i < HEADS * DIM; i++) q[t][i / DIM][i % DIM] = (float)random_int(-4, 5);
-        for (int h = 0; h < HEADS; h++) weights[t][h] = (float)random_int(-2, 3);
-        for (int i = 0; i < 3; i++) among[t][i] = random_int(-1, TOKENS);
-        memcpy(wide_q[t / TOKENS][t % TOKENS], q[t], sizeof q[t]);
-        memcpy(wide_weights[t / TOKENS][t % TOKENS], weights[t], sizeof weights[t]);
-        memcpy(wide_among[t / TOKENS][t % TOKENS], among[t], sizeof among[t]);
-    }
-    CHECK(kvc_begin(cache, NUM, NULL, ids, NULL, &batch) == KVC_OK);
-    const kvc_put_args put = float_rows(0, NUM, 1, DIM, 0, k, NULL);
-    CHECK(kvc_put(batch, 0, &put) == KVC_OK);
-    const kvc_plan_args plan = {.struct_size = sizeof plan, .num_heads = HEADS};
-    kvc_choose_args args = {.struct_size = sizeof args,
-                            .q = q,
-                            .weights = weights[0],
-                            .among = among[0],
-                            .chosen = chosen[0],
-                            .scores = scores[0],
-                            .q_token_stride = sizeof q[0],
-                            .q_head_stride = sizeof q[0][0],
-                            .weights_token_stride = sizeof weights[0],
-                            .weights_head_stride = sizeof weights[0][0],
-                            .among_token_stride = sizeof among[0],
-                            .chosen_token_stride = sizeof chosen[0],
-                            .scores_token_stride = sizeof scores[0],
-                            .width = WIDTH,
-                            .among_width = 3};
-    CHECKF(kvc_choose(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
-    args.q = wide_q, args.weights = wide_weights[0][0], args.among = wide_among[0][0];
-    args.chosen = wide_chosen[0][0], args.scores = wide_scores[0][0];
-    args.tokens_per_sequence = TOKENS;
-    args.q_batch_stride = sizeof wide_q[0];
-    args.weights_batch_stride = sizeof wide_weights[0];
-    args.among_batch_stride = sizeof wide_among[0];
-    args.chosen_batch_stride = sizeof wide_chosen[0];
-    args.scores_batch_stride = sizeof wide_scores[0];
-    CHECKF(kvc_choose(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < NUM; t++) {
-        CHECK(!memcmp(wide_chosen[t / TOKENS][t % TOKENS], chosen[t], sizeof chosen[t]));
-        CHECK(!memcmp(wide_scores[t / TOKENS][t % TOKENS], scores[t], sizeof scores[t]));
-    }
-    args.tokens_per_sequence = 4;
-    CHECK_FAILS(kvc_choose(batch, &plan, &args), KVC_ERR_INVALID, "tokens_per_sequence is 4", "6");
-    args.tokens_per_sequence = TOKENS;
-    args.among_batch_stride = 3;
-    CHECK_FAILS(kvc_choose(batch, &plan, &args), KVC_ERR_INVALID, "among", "3");
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-}
 
 /* Layers: keys alone, then keys and values. */
 static void test_bad_arguments(void) {
@@ -712,14 +506,7 @@ int main(void) {
     test_edges();
     test_plateaus();
     test_not_finite();
-    test_non_causal();
-    test_divided();
-    test_tree_in_a_hole();
     test_plans();
-    test_reruns();
-    test_cancelled();
-    test_allocation();
-    test_lock_step();
     test_bad_arguments();
     for_each_isa(check_same_on_sets);
     for_some_isas(test_random);

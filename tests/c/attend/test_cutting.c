@@ -1,231 +1,30 @@
-/* Cutting a batch into tasks: a sequence gives the same bits alone and in any company, shared rows are read once, and
- * threads finish together. */
-#define _DEFAULT_SOURCE /* setenv, usleep */
+/* Cutting a batch into tasks: shared rows are read once, threads finish together, and plans of long prompts stay small.
+ * tests/world compares what sequences get alone and in any company. */
+#define _DEFAULT_SOURCE /* usleep */
+#include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include "attend/round.h"
-#include "support/crew.h"
-#include "support/isas.h"
 #include "support/test.h"
 
-enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, PART = KVC_SPLIT_ROWS };
-enum { TANGLED = 12, TANGLE_STEPS = 60, TANGLE_NEW = 40, MOST_PUT = TANGLED * 2 * PART };
+enum { MAX_BRANCHES = 40, HEADS = 2, K_DIM = 64, V_DIM = 32, REMOVED = 7, PART = KVC_SPLIT_ROWS, MOST_PUT = 4 * PART };
 
-/* ---- any forks --------------------------------------------------------------------------------------------------- */
+/* ---- what is read ------------------------------------------------------------------------------------------------ */
 
-/* Puts counts[i] tokens at the end of each sequence i; all rows differ.  is_tree: each token descends from one of the
- * last tokens before it. */
-static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts, int is_tree) {
-    static int32_t positions[MOST_PUT], parents[MOST_PUT];
+/* Puts counts[i] tokens at the end of each sequence i; all rows differ. */
+static kvc_batch *put_any(kvc_cache *cache, int num_ids, const int32_t *counts) {
     static int64_t ids[MOST_PUT];
     static float rows[MOST_PUT][HEADS][K_DIM];
     kvc_batch *batch = NULL;
     int n = 0;
     for (int s = 0; s < num_ids; s++)
-        for (int i = 0; i < counts[s]; i++, n++) {
-            ids[n] = s;
-            positions[n] = kvc_next_position(cache, s) + i;
-            parents[n] = i ? n - random_int(1, i < 5 ? i + 1 : 5) : -1;
-        }
+        for (int i = 0; i < counts[s]; i++) ids[n++] = s;
     for (int i = 0; i < n * HEADS * K_DIM; i++) rows[i / K_DIM / HEADS][i / K_DIM % HEADS][i % K_DIM] = random_float();
-    CHECKF(kvc_begin(cache, n, positions, ids, is_tree ? parents : NULL, &batch) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_begin(cache, n, NULL, ids, NULL, &batch) == KVC_OK, "%s", kvc_last_error());
     put_floats(batch, 0, 0, n, HEADS, K_DIM, V_DIM, rows, rows);
     return batch;
 }
-
-/* A cut may be refused where a policy expires. */
-static void check_cut(kvc_status status, const kvc_policy *policy) {
-    CHECKF(status == KVC_OK || (status == KVC_ERR_GONE && policy->kind != KVC_FULL), "%s", kvc_last_error());
-}
-
-/* Forks, forks of forks, with rows of their own, holes, and rows that moved. */
-static kvc_cache *tangle(kvc_policy policy, int k_type, int v_type) {
-    static const double inv_freq[K_DIM / 2] = {1, 0.5, 0.3, 0.1, 0.03};
-    const kvc_layer layer = {.num_kv_heads = HEADS,
-                             .k_dim = K_DIM,
-                             .v_dim = V_DIM,
-                             .k_type = k_type,
-                             .v_type = v_type,
-                             .policy = policy,
-                             .rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq}};
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 48});
-    for (int i = 0; i < TANGLE_STEPS; i++) {
-        const int s = random_int(0, TANGLED), other = (s + random_int(1, TANGLED)) % TANGLED, what = random_int(0, 9);
-        const int32_t last = last_position(cache, s), at = last > 0 ? random_int(0, last + 1) : 0;
-        int32_t counts[TANGLED] = {0};
-        if (last < 0 || what < 2) {
-            counts[s] = random_int(1, what ? PART : 20);
-            if (last < 3 * PART)
-                CHECKF(kvc_commit(put_any(cache, TANGLED, counts, 0)) == KVC_OK, "%s", kvc_last_error());
-        } else if (what < 5)
-            check_cut(kvc_copy_prefix(cache, s, other, random_int(0, 3) ? KVC_END : at), &policy);
-        else if (what == 8) { /* at odd places, behind what it holds */
-            const kvc_status status = kvc_share(cache, s, other, at, at + random_int(1, PART));
-            CHECKF(status == KVC_OK || status == KVC_ERR_INVALID, "%s", kvc_last_error());
-        } else if (what == 5)
-            for (int32_t p = at; p < at + 100; p += 2) /* leaves runs of one row */
-                check_cut(kvc_remove(cache, s, p, p + 1, 0), &policy);
-        else
-            check_cut(kvc_remove(cache, s, at, at + random_int(1, 30), policy.kind == KVC_FULL), &policy);
-        for (int c = 0; c < TANGLED; c++) /* a sequence whose window has expired starts anew */
-            if (!kvc_can_resume(cache, c, kvc_next_position(cache, c))) CHECK(kvc_clear_sequence(cache, c) == KVC_OK);
-    }
-    return cache;
-}
-
-/* Every split of every slice is in one job.  Jobs of several slices take one split each. */
-static void check_jobs(const kvc_plan *plan) {
-    int64_t splits = 0, taken = 0;
-    uint8_t *seen = calloc((size_t)plan->num_slices, 1 << 8);
-    for (int32_t u = 0; u < plan->num_slices; u++) splits += plan->slices[u].num_splits;
-    for (int64_t j = 0; j < plan->jobs.num; j++) {
-        const kvc_job *job = &plan->jobs.items[j];
-        CHECK(job->num_splits == 1 || job->num_slices == 1);
-        for (int32_t m = 0; m < job->num_slices; m++)
-            for (int32_t p = job->split; p < job->split + job->num_splits; p++, taken++) {
-                uint8_t *part = &seen[plan->jobs.slices[job->first_slice + m] * (1 << 8) + p];
-                CHECK(!*part);
-                *part = 1;
-            }
-    }
-    CHECK(splits == taken);
-    free(seen);
-}
-
-/* A batch over a tangle, its queries, and what they get. */
-typedef struct answers {
-    float out[TANGLED * TANGLE_NEW][HEADS * 2][V_DIM], lse[TANGLED * TANGLE_NEW][HEADS * 2];
-} answers;
-
-typedef struct stage {
-    kvc_batch *batch;
-    int32_t num, counts[TANGLED]; /* tokens, of all and of each sequence */
-    kvc_plan_args plan;
-    kvc_attend_args args;
-} stage;
-
-static float q[TANGLED * TANGLE_NEW][HEADS * 2][K_DIM];
-static answers right, got;
-
-static stage stage_new(kvc_cache *cache, int is_tree, int has_options) {
-    static const float sinks[HEADS * 2] = {0.5f, -1, 2, 0}, alibi[HEADS * 2] = {0.5f, 0.01f, 0, 0.1f};
-    stage st = {0};
-    for (int s = 0; s < TANGLED; s++)
-        st.num += st.counts[s] = random_int(0, 4) ? random_int(1, 4) : random_int(1, TANGLE_NEW);
-    st.batch = put_any(cache, TANGLED, st.counts, is_tree);
-    for (int i = 0; i < st.num * HEADS * 2 * K_DIM; i++)
-        q[i / K_DIM / HEADS / 2][i / K_DIM % (HEADS * 2)][i % K_DIM] = random_float();
-    st.plan = (kvc_plan_args){.struct_size = sizeof st.plan, .num_heads = HEADS * 2, .num_threads = 1};
-    st.args = (kvc_attend_args){.struct_size = sizeof st.args,
-                                .q_token_stride = sizeof *q,
-                                .q_head_stride = sizeof **q,
-                                .out_token_stride = sizeof *got.out,
-                                .out_head_stride = sizeof **got.out,
-                                .lse_token_stride = sizeof *got.lse,
-                                .lse_head_stride = sizeof **got.lse,
-                                .sinks = has_options ? sinks : NULL,
-                                .alibi = has_options ? alibi : NULL};
-    return st;
-}
-
-/* Computes each sequence alone. */
-static void answer(const stage *st) {
-    kvc_plan_args plan = st->plan;
-    kvc_attend_args args = st->args;
-    for (int s = 0, first = 0; s < TANGLED; first += st->counts[s++]) {
-        plan.first = first;
-        plan.num_tokens = st->counts[s];
-        args.q = q[first];
-        args.out = right.out[first];
-        args.lse = right.lse[first];
-        CHECKF(kvc_attend(st->batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
-    }
-}
-
-/* Compares what all got together, and forgets it. */
-static void check_same(const stage *st, const char *what, int n) {
-    CHECKF(!memcmp(right.out, got.out, (size_t)st->num * sizeof *got.out) &&
-               !memcmp(right.lse, got.lse, (size_t)st->num * sizeof *got.lse),
-           "%s: %s %d", kvc_isa(), what, n);
-    memset(&got, 0x7f, sizeof got);
-}
-
-enum { DONE, CANCELLED, BAD, LEFT_OUT, NUM_FATES };
-
-/* Decides at random what becomes of each task, in a random order, and returns the decision. */
-static int *run_some(const stage *st, kvc_plan *plan, float scale) {
-    const volatile int32_t cancel = 1;
-    const int64_t num_tasks = kvc_plan_num_tasks(plan);
-    int *fates = malloc((size_t)num_tasks * sizeof *fates);
-    int64_t *order = shuffled(num_tasks);
-    for (int64_t i = 0; i < num_tasks; i++) {
-        kvc_attend_args args = st->args;
-        const int fate = fates[order[i]] = random_int(0, 3) ? DONE : random_int(0, NUM_FATES);
-        args.scale = scale;
-        if (fate == CANCELLED) args.cancel = &cancel;
-        if (fate == BAD) args.q = NULL;
-        if (fate == LEFT_OUT) continue;
-        const kvc_status status = fate == DONE ? KVC_OK : fate == BAD ? KVC_ERR_INVALID : KVC_ERR_CANCELLED;
-        CHECKF(kvc_plan_run(plan, 0, &args, order[i]) == status, "%s", kvc_last_error());
-    }
-    free(order);
-    return fates;
-}
-
-/* Runs a plan on threads of the test, in any order.  After some tasks failed, those are run again, or all, with what
- * was written wiped out and for other numbers. */
-static void check_plan(stage *st, int num_threads) {
-    kvc_plan *plan = NULL;
-    st->plan.num_threads = num_threads;
-    CHECKF(kvc_plan_new(st->batch, &st->plan, &plan) == KVC_OK, "%s", kvc_last_error());
-    check_jobs(plan);
-    const int64_t num_tasks = kvc_plan_num_tasks(plan);
-    for (int trial = 0; trial < 4; trial++) {
-        int64_t *order = shuffled(num_tasks);
-        const int all = trial % 2;
-        int *fates = run_some(st, plan, all ? 3 : 0);
-        if (all) {
-            memset(&got, 0x7f, sizeof got);
-            crew_run(plan, 0, &st->args, order, 1 + trial);
-        }
-        for (int64_t i = 0; i < num_tasks && !all; i++)
-            if (fates[order[i]] != DONE)
-                CHECKF(kvc_plan_run(plan, 0, &st->args, order[i]) == KVC_OK, "%s", kvc_last_error());
-        check_same(st, "again", trial);
-        free(fates);
-        free(order);
-    }
-    kvc_plan_free(plan);
-}
-
-/* Each sequence gives the same bits alone and with the others, whatever they share.  Tasks are run by the library's
- * threads, and by the test's threads with a plan for one thread and for 64. */
-static void check_tangle(kvc_policy policy, int i) {
-    kvc_cache *cache = tangle(policy, i % KVC_STORED_TYPES, i * 2 % KVC_STORED_TYPES);
-    stage st = stage_new(cache, i % 3 == 2, i % 2);
-    answer(&st);
-    st.args.q = q, st.args.out = got.out, st.args.lse = *got.lse;
-    for (int threads = 1; threads <= 5; threads += 2) {
-        st.plan.num_threads = threads;
-        CHECKF(kvc_attend(st.batch, &st.plan, &st.args) == KVC_OK, "%s", kvc_last_error());
-        check_same(&st, "threads", threads);
-    }
-    check_plan(&st, 1);
-    check_plan(&st, 64);
-    kvc_abort(st.batch);
-    CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
-}
-
-static void test_tangles(void) {
-    for (int i = 0; i < 10; i++) {
-        check_tangle((kvc_policy){.kind = KVC_FULL}, i);
-        check_tangle((kvc_policy){.kind = KVC_SLIDING, .window = 300, .num_sink_tokens = 70 * (i % 2)}, i + 1);
-        check_tangle((kvc_policy){.kind = KVC_CHUNKED, .attention_chunk_size = 700}, i + 2);
-    }
-}
-
-/* ---- what is read ------------------------------------------------------------------------------------------------ */
 
 /* A sequence: another sequence's rows below position `fork`, then rows of its own up to `length`.  If `removed` is not
  * 0, REMOVED positions are removed from there on.  The batch adds num_new tokens. */
@@ -252,7 +51,7 @@ static kvc_cache *grow(const grove *g) {
         int32_t counts[MAX_BRANCHES] = {0};
         if (own->parent >= 0) CHECK(kvc_copy_prefix(cache, own->parent, b, own->fork) == KVC_OK);
         counts[b] = own->length - kvc_next_position(cache, b);
-        if (counts[b] > 0) CHECK(kvc_commit(put_any(cache, b + 1, counts, 0)) == KVC_OK);
+        if (counts[b] > 0) CHECK(kvc_commit(put_any(cache, b + 1, counts)) == KVC_OK);
         if (own->removed) CHECK(kvc_remove(cache, b, own->removed, own->removed + REMOVED, 1) == KVC_OK);
     }
     return cache;
@@ -263,7 +62,7 @@ static int64_t rows_read(const grove *g, int32_t num_threads) {
     kvc_cache *cache = grow(g);
     int32_t counts[MAX_BRANCHES];
     for (int b = 0; b < g->num; b++) counts[b] = g->branches[b].num_new;
-    kvc_batch *batch = put_any(cache, g->num, counts, 0);
+    kvc_batch *batch = put_any(cache, g->num, counts);
     const kvc_plan_args args = {.struct_size = sizeof args, .num_heads = HEADS * g->group, .num_threads = num_threads};
     kvc_plan *plan = NULL;
     int64_t rows = 0;
@@ -273,32 +72,6 @@ static int64_t rows_read(const grove *g, int32_t num_threads) {
     kvc_abort(batch);
     CHECKF(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
     return rows;
-}
-
-static grove moved(void) {
-    static const double inv_freq[K_DIM / 2] = {1, 0.5, 0.3, 0.1, 0.03};
-    return (grove){.layer.rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq},
-                   .group = 4,
-                   .num = 6,
-                   .branches = {{-1, 0, 700, 100, 1},
-                                {0, 693, 800, 0, 1},
-                                {0, 693, 720, 0, 1},
-                                {0, 693, 760, 300, 1},
-                                {0, 693, 760, 300, 2},
-                                {1, 800, 830, 90, 1}}};
-}
-
-/* Sequences of one length see the same of what they share. */
-static grove windowed(kvc_policy policy) {
-    return (grove){.layer.policy = policy,
-                   .group = 4,
-                   .num = 6,
-                   .branches = {{-1, 0, 700, 0, 1},
-                                {0, 700, 700, 0, 1},
-                                {0, 700, 730, 0, 1},
-                                {0, 700, 730, 0, 3},
-                                {2, 730, 730, 0, 1},
-                                {-1, 0, 700, 0, 1}}};
 }
 
 /* A prefix, and num forks of it, each with the same number of rows of its own and one token in the batch. */
@@ -351,54 +124,18 @@ static void test_read_trees(void) {
 
 /* Rows at the same places that are not the same: nothing is shared. */
 static void test_not_shared(void) {
-    grove g = windowed((kvc_policy){.kind = KVC_SLIDING, .window = 540});
-    g.num = 3; /* the third is 30 rows further: it sees others first */
-    check_read(&g, 1, 512 + 2 * 28 + 540);
-    g = moved();
-    g.num = 4; /* the fourth has other positions from 300 on */
-    g.branches[1].num_new = g.branches[2].num_new = 0;
-    check_read(&g, 1, (693 + 1) + (753 + 1) - 300 / KVC_TILE * KVC_TILE);
-}
-
-/* Some tasks of a plan are left out.  Then all tasks are run with another scale, these first, and once more with the
- * first scale.  The last run gives the result, although results of tasks of the run before are there. */
-static void check_left_out(int32_t num_threads) {
-    enum { LENGTH = 20 * PART }; /* more than a task takes */
-    static float rows[LENGTH][4], out[4], right[2][4];
-    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4};
-    const float q[4] = {1, 2, -1, 0.5f}, scales[] = {0.1f, 1};
-    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){0});
-    kvc_batch *batch = NULL;
-    kvc_plan *plan = NULL;
-    for (int i = 0; i < 4 * LENGTH; i++) rows[i / 4][i % 4] = random_float();
-    const kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
-    CHECK(kvc_begin(cache, LENGTH, NULL, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
-    CHECK(kvc_commit(batch) == KVC_OK && kvc_begin(cache, 1, NULL, NULL, NULL, &batch) == KVC_OK);
-    CHECK(kvc_put(batch, 0, &put) == KVC_OK);
-    kvc_plan_args plan_args = {.struct_size = sizeof plan_args, .num_heads = 1, .num_threads = 4};
-    kvc_attend_args args[2];
-    for (int i = 0; i < 2; i++) {
-        args[i] = (kvc_attend_args){.struct_size = sizeof *args, .q = q, .out = right[i], .scale = scales[i]};
-        CHECK(kvc_attend(batch, &plan_args, &args[i]) == KVC_OK);
-        args[i].out = out;
-    }
-    plan_args.num_threads = num_threads;
-    CHECK(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK);
-    check_jobs(plan);
-    CHECK((plan->jobs.items[0].num_splits > 1) == (num_threads == 1));
-    const int64_t num = kvc_plan_num_tasks(plan);
-    CHECK(num > 1 && kvc_plan_run(plan, 0, &args[0], num - 1) == KVC_OK);
-    for (int round = 1; round <= 4; round++) {
-        for (int64_t i = 0; i < num; i++) CHECK(kvc_plan_run(plan, 0, &args[round % 2], i) == KVC_OK);
-        CHECKF(!memcmp(out, right[round % 2], sizeof out), "round %d", round);
-    }
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-}
-
-static void test_left_out(void) {
-    check_left_out(4);
-    check_left_out(1); /* whose tasks take several splits */
+    static const double inv_freq[K_DIM / 2] = {1, 0.5, 0.3, 0.1, 0.03};
+    const grove windowed = {.layer.policy = {.kind = KVC_SLIDING, .window = 540},
+                            .group = 4,
+                            .num = 3, /* the third is 30 rows further: it sees others first */
+                            .branches = {{-1, 0, 700, 0, 1}, {0, 700, 700, 0, 1}, {0, 700, 730, 0, 1}}};
+    check_read(&windowed, 1, 512 + 2 * 28 + 540);
+    const grove moved = {
+        .layer.rope = {.kind = KVC_ROPE_FREQUENCIES, .num_freqs = K_DIM / 2, .inv_freq = inv_freq},
+        .group = 4,
+        .num = 4, /* the fourth has other positions from 300 on */
+        .branches = {{-1, 0, 700, 100, 1}, {0, 693, 800, 0, 0}, {0, 693, 720, 0, 0}, {0, 693, 760, 300, 1}}};
+    check_read(&moved, 1, (693 + 1) + (753 + 1) - 300 / KVC_TILE * KVC_TILE);
 }
 
 /* Begins task 0 of layer 0 again, as soon as no task is running. */
@@ -446,52 +183,19 @@ static void test_another_layer_begins(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
-/* Forks of what a cross-attention layer was given, with no token's rows behind it: all end with the same part. */
-static void check_cross(int32_t length) {
-    const kvc_policy cross = {KVC_CROSS, .max_len = 4 * PART};
-    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
-                                {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = cross}};
-    static float rows[4 * PART][4], out[3][4];
-    const float q[3][4] = {{1, 2, -1, 0.5f}, {1, 2, -1, 0.5f}, {1, 2, -1, 0.5f}};
-    kvc_cache *cache = cache_of(layers, 2, (kvc_config){0});
-    kvc_batch *batch = NULL;
-    kvc_plan *plan = NULL;
-    for (int i = 0; i < 16 * PART; i++) rows[i / 4][i % 4] = random_float();
-    CHECK(kvc_begin(cache, 1, (int32_t[]){0}, (int64_t[]){0}, NULL, &batch) == KVC_OK);
-    kvc_put_args put = {.struct_size = sizeof put, .k = rows, .v = rows};
-    CHECKF(kvc_put(batch, 0, &put) == KVC_OK, "%s", kvc_last_error());
-    put.num_tokens = length;
-    CHECKF(kvc_put(batch, 1, &put) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_commit(batch) == KVC_OK && kvc_fork(cache, 0, 1) == KVC_OK && kvc_fork(cache, 0, 2) == KVC_OK);
-
-    CHECK(kvc_begin(cache, 3, (int32_t[]){1, 1, 1}, (int64_t[]){0, 1, 2}, NULL, &batch) == KVC_OK);
-    kvc_plan_args plan_args = {
-        .struct_size = sizeof plan_args, .layer = 1, .num_tokens = 3, .num_heads = 1, .num_threads = 1};
-    const kvc_attend_args args = {.struct_size = sizeof args, .q = q, .out = out};
-    CHECKF(kvc_plan_new(batch, &plan_args, &plan) == KVC_OK, "%s", kvc_last_error());
-    CHECK(kvc_plan_num_tasks(plan) == (length + PART - 1) / PART);
-    for (int64_t i = 0; i < kvc_plan_num_tasks(plan); i++)
-        CHECK(plan->jobs.items[i].num_slices == 3 && kvc_plan_run(plan, 1, &args, i) == KVC_OK);
-    CHECK(!memcmp(out[0], out[1], sizeof *out) && !memcmp(out[0], out[2], sizeof *out));
-    kvc_plan_free(plan);
-    plan_args.first = plan_args.num_tokens = 1; /* alone */
-    CHECK(kvc_attend(batch, &plan_args, &args) == KVC_OK && !memcmp(out[0], out[1], sizeof *out));
-    kvc_abort(batch);
-    CHECK(kvc_cache_free(cache) == KVC_OK);
-}
-
 /* Runs that forks have in common are listed once. */
 static void test_listed_once(void) {
     enum { FORKS = 16 };
-    kvc_cache *cache = tangle((kvc_policy){.kind = KVC_FULL}, KVC_F32, KVC_F32);
+    const kvc_layer layer = {.num_kv_heads = HEADS, .k_dim = K_DIM, .v_dim = V_DIM};
+    kvc_cache *cache = cache_of(&layer, 1, (kvc_config){.block_size = 48});
     int32_t counts[FORKS] = {2 * PART};
-    CHECK(kvc_clear(cache) == KVC_OK && kvc_commit(put_any(cache, 1, counts, 0)) == KVC_OK);
+    CHECK(kvc_commit(put_any(cache, 1, counts)) == KVC_OK);
     for (int32_t p = 1; p < 2 * PART; p += 2) CHECK(kvc_remove(cache, 0, p, p + 1, 0) == KVC_OK);
     for (int i = 0; i < FORKS; i++) {
         CHECK(i == 0 || kvc_fork(cache, 0, i) == KVC_OK);
         counts[i] = 1;
     }
-    kvc_batch *batch = put_any(cache, FORKS, counts, 0);
+    kvc_batch *batch = put_any(cache, FORKS, counts);
     kvc_plan *plan = NULL;
     kvc_plan_args args = {.struct_size = sizeof args, .num_heads = HEADS, .num_threads = 1};
     CHECKF(kvc_plan_new(batch, &args, &plan) == KVC_OK, "%s", kvc_last_error());
@@ -682,12 +386,9 @@ int main(void) {
     test_read_once();
     test_read_trees();
     test_not_shared();
-    for (int32_t length = PART; length <= 2 * PART; length += PART / 2) check_cross(length);
-    test_left_out();
     test_another_layer_begins();
     test_listed_once();
     test_even();
-    for_some_isas(test_tangles);
     test_memory_of_prompts();
     check_prompt_partly_put(0, 1000);
     check_prompt_partly_put(100, 40);

@@ -3,7 +3,6 @@
 #define _POSIX_C_SOURCE 200809L /* setenv */
 #include <math.h>
 
-#include "attend/work.h"
 #include "support/isas.h"
 #include "world/attention.h"
 
@@ -20,7 +19,7 @@ typedef struct world {
     double keys[HEADS][MOST_ROWS][MOST_DIM]; /* decoded, rotated for these positions */
 } world;
 
-static float q[MOST_QUERIES * MOST_HEADS * MOST_DIM], rotated[MOST_QUERIES * MOST_HEADS * MOST_DIM];
+static float q[MOST_QUERIES * MOST_HEADS * MOST_DIM];
 static float found[HEADS * MOST_ROWS], again[HEADS * MOST_ROWS];
 static double right[HEADS * MOST_ROWS];
 
@@ -165,60 +164,6 @@ static void test_types(void) {
     }
 }
 
-static void test_policies(void) {
-    static const kvc_policy policies[] = {
-        {.kind = KVC_SLIDING, .window = 300, .num_sink_tokens = 5, .resume_window = 310},
-        {.kind = KVC_CHUNKED, .attention_chunk_size = 400},
-    };
-    for (size_t i = 0; i < sizeof policies / sizeof *policies; i++) {
-        world *w = world_of(layer_of(KVC_F16, 20, policies[i]), 64, 2);
-        test_calls(w);
-        if (policies[i].kind == KVC_SLIDING) { /* the sinks stay when rows behind them have expired */
-            const int32_t early[] = {1, kvc_next_position(w->cache, 0)};
-            kvc_weights_args a = args_of(w, 2, 4, found);
-            a.positions = early;
-            check(w, &a, q);
-        }
-        CHECK(kvc_cache_free(w->cache) == KVC_OK);
-    }
-}
-
-/* Values in keys, and keys that are transformed. */
-static void test_other_layers(void) {
-    kvc_layer layer = layer_of(KVC_Q8_0, MOST_DIM, (kvc_policy){.kind = KVC_FULL});
-    layer.k_transform = KVC_TRANSFORM_HADAMARD;
-    world *w = world_of(layer, 64, 2);
-    test_calls(w);
-    CHECK(kvc_cache_free(w->cache) == KVC_OK);
-    layer = layer_of(KVC_F16, MOST_DIM, (kvc_policy){.kind = KVC_FULL});
-    layer.v_type = KVC_F16;
-    layer.value_in_key = 1;
-    layer.rope.first_dim = 32;
-    w = world_of(layer, 64, 2);
-    test_calls(w);
-    CHECK(kvc_cache_free(w->cache) == KVC_OK);
-}
-
-/* Queries without a rotation are rotated for their positions. */
-static void test_rotation(void) {
-    world *w = world_of(layer_of(KVC_F32, MOST_DIM, (kvc_policy){.kind = KVC_FULL}), 64, 2);
-    int32_t positions[] = {700, 1000, 999, 30000};
-    kvc_weights_args a = args_of(w, 4, 4, found);
-    for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = element_of(2, 0, (int32_t)i, 0);
-    memcpy(rotated, q, sizeof q);
-    for (int32_t r = 0; r < 16; r++)
-        for (int32_t i = 0; i < 4; i++) {
-            float *x = rotated + r * MOST_DIM + i, *y = x + 4;
-            const double angle = positions[r / 4] * inv_freq[i], u = (double)*x, v = (double)*y;
-            *x = (float)(u * cos(angle) - v * sin(angle));
-            *y = (float)(v * cos(angle) + u * sin(angle));
-        }
-    a.positions = positions;
-    a.rotates = 1;
-    check(w, &a, rotated);
-    CHECK(kvc_cache_free(w->cache) == KVC_OK);
-}
-
 /* A weight that is no number reaches the rows that the query sees, wherever it stands among the queries. */
 static void test_not_a_number(int32_t num_queries, int32_t reduction) {
     enum { SEEN = 100 };
@@ -249,29 +194,12 @@ static void test_not_a_number(int32_t num_queries, int32_t reduction) {
     CHECK(kvc_cache_free(w->cache) == KVC_OK);
 }
 
-/* Each number of queries up to more than a block takes, and more than are streamed. */
-static void test_numbers(void) {
-    enum { MOST_NUMBER = KVC_TASK_QUERIES + 2 };
-    world *w = world_of(layer_of(KVC_F32, 8, (kvc_policy){.kind = KVC_FULL}), 64, 1);
-    for (size_t i = 0; i < sizeof q / sizeof *q; i++) q[i] = element_of(2, 0, (int32_t)i, 0);
-    for (int32_t n = 1; n <= MOST_NUMBER; n++) {
-        kvc_weights_args a = args_of(w, n, HEADS, found);
-        a.reduction = n % 2 ? KVC_REDUCE_SUM : KVC_REDUCE_MAX;
-        check(w, &a, q);
-    }
-    CHECK(kvc_cache_free(w->cache) == KVC_OK);
-}
-
 static void test_isa(void) {
     for (int32_t n = 2; n <= MOST_QUERIES; n += MOST_QUERIES - 2) {
         test_not_a_number(n, KVC_REDUCE_SUM);
         test_not_a_number(n, KVC_REDUCE_MAX);
     }
     test_types();
-    test_policies();
-    test_other_layers();
-    test_rotation();
-    test_numbers();
 }
 
 /* The same bits with other blocks, threads and places of rows. */

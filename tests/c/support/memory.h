@@ -85,19 +85,6 @@ static inline void memory_fail_after(memory *m, int fail_after) {
     m->is_failing = fail_after >= 0;
 }
 
-/* Makes a call until it succeeds.  Each time, one more of its allocations succeeds, and the next one fails. */
-static inline void memory_exhaust(memory *m, kvc_cache *cache, kvc_status (*call)(void *context), void *context) {
-    int fail_after = 0;
-    kvc_status status;
-    do {
-        memory_fail_after(m, fail_after++);
-        status = call(context);
-        m->is_failing = 0;
-        CHECK(status == (m->failed ? KVC_ERR_NOMEM : KVC_OK) && kvc_validate(cache) == KVC_OK);
-    } while (status != KVC_OK && fail_after < 10);
-    CHECKF(fail_after > 1 && status == KVC_OK, "%d", fail_after);
-}
-
 /* Returns the bytes handed out, without scratch: what kvc_nbytes should answer. */
 static inline int64_t memory_bytes(const memory *m) {
     int64_t bytes = 0;

@@ -34,7 +34,8 @@ static inline void check_unseen(const scene *clean, int bad) {
     stage_free(two);
 }
 
-/* The scene stored and computed in every way, alone and in company, gives its first member the same bits. */
+/* The scene stored and computed in every way, alone and in company, gives its first member the same bits.  Company has
+ * rows of its own, or shares those of the first member. */
 static inline void check_same_bits(const scene *alone) {
     static const setting settings[] = {
         {.block_size = 64, .num_threads = 2},
@@ -48,16 +49,18 @@ static inline void check_same_bits(const scene *alone) {
         {.block_size = 16, .num_threads = 2, .scattered = 1, .compacted = 1},
         {.block_size = 64, .num_threads = 3, .pass = 33, .scattered = 1},
     };
-    static scene together;
-    together = *alone;
-    together.num_members = 3;
+    static scene together, forked;
+    together = forked = *alone;
+    together.num_members = forked.num_members = 3;
     together.members[1] = member_of_length(30, 9);
     together.members[2] = member_of_length(610, 1);
+    forked.is_forked = 1;
+    forked.members[1] = forked.members[2] = forked.members[0];
     stage *one = stage_new(alone, &(setting){.block_size = 64, .num_threads = 1});
     question right = question_of_all(one);
     CHECKF(ask(&right) == KVC_OK, "%s", kvc_last_error());
     for (size_t i = 0; i < 2 * sizeof settings / sizeof *settings; i++) {
-        stage *st = stage_new(i % 2 ? &together : alone, &settings[i / 2]);
+        stage *st = stage_new(i % 2 == 0 ? alone : i / 2 % 2 ? &forked : &together, &settings[i / 2]);
         question got = question_of_all(st);
         CHECKF(ask(&got) == KVC_OK, "%s", kvc_last_error());
         for (int t = 0, u = 0; t < got.n; t++)

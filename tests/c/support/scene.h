@@ -311,20 +311,6 @@ static inline stage *stage_new(const scene *s, const setting *how) {
     return st;
 }
 
-/* Makes a stage of one sequence, a scene of 900 stored rows.  Of the first 600, each
- * three are at one position.  The scene then counts as moved, because a row does not follow from its position. */
-static inline stage *stage_of_divided(scene *s) {
-    stage *st = stage_new(s, &(setting){.block_size = 16});
-    kvc_abort(st->batch);
-    CHECKF(kvc_divide(st->cache, 0, 0, 600, 3) == KVC_OK, "%s", kvc_last_error());
-    CHECKF(kvc_shift(st->cache, 0, 600, KVC_END, -400) == KVC_OK, "%s", kvc_last_error());
-    for (int t = 0; t < st->tokens.n; t++) st->tokens.positions[t] -= 400;
-    st->batch = scene_begin(s, &(setting){0}, st->cache, &st->tokens, NULL);
-    s->num_moves = 1;
-    s->delta = -1;
-    return st;
-}
-
 static inline void stage_free(stage *st) {
     kvc_abort(st->batch);
     CHECKF(kvc_validate(st->cache) == KVC_OK, "%s", kvc_last_error());
