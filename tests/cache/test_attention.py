@@ -46,72 +46,18 @@ def test_options(options, dtype):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
 
 
-def attend_in_bytes(tokens=16, *, stored=300, dim=64, dtype="int8", precision="int8"):
-    """Attend to some tokens behind stored rows; return the result, and its error over its size."""
-    rng = np.random.default_rng(tokens)
-    q, k, v = (rng.standard_normal((stored + tokens, heads, dim)).astype(np.float32) for heads in (8, 1, 1))
-    right, own = None, slice(stored, None)
-    for way in ("stored", precision):
-        cache = kvcache.KVCache(1, 1, dim, stored + tokens, dtype=dtype)
-        if stored:
-            with cache.batch(stored) as batch:
-                batch.put(0, k[:stored], v[:stored])
-        with cache.batch(tokens) as batch:
-            out = batch.attend(0, q[own], k[own], v[own], precision=way)
-        right = out if right is None else right
-    return out, np.linalg.norm(out - right) / np.linalg.norm(right)
-
-
 def test_precision(monkeypatch):
-    """In bytes an answer is less precise, where that is faster: not if tokens, rows or dimensions are few or odd."""
+    """In bytes an answer is less precise, in 16 tokens behind 300 rows. tests/c/attend/test_bytes.c says when."""
     monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which multiplies bytes
-    assert 1e-3 < attend_in_bytes()[1] < 0.03
-    for few in ({"tokens": 8}, {"tokens": 9}, {"stored": 262}, {"dim": 40, "dtype": "f16"}, {"dtype": "f16"}):
-        assert attend_in_bytes(**few)[1] == 0
-    assert attend_in_bytes(stored=263)[1] > 0
-    assert attend_in_bytes(tokens=560, stored=0)[1] > 0
-
-
-@pytest.mark.parametrize("wrong", [None, 1, "INT8", b"int8", np.array(["int8", "int8"])])
-def test_wrong_precision(wrong):
-    with pytest.raises(ValueError, match=r"^precision=.*: must be 'stored', as precise as the rows, or 'int8'$"):
-        attend_in_bytes(precision=wrong)
-
-
-@pytest.mark.hf
-def test_precision_of_tensors():
-    import torch
-
-    rng = np.random.default_rng(1)
-    q, k, v = (torch.tensor(rng.standard_normal((560, heads, 64)), dtype=torch.float32) for heads in (8, 1, 1))
-    with kvcache.KVCache(1, 1, 64, 560, dtype="int8").batch(560) as batch:
-        batch.put(0, k, v)
-        tensor, array = (batch.attend(0, x, precision="int8") for x in (q, q.numpy()))
-    assert isinstance(tensor, torch.Tensor)
-    assert (tensor.numpy() == array).all()
-
-
-@pytest.mark.parametrize("tokens", [3, 30])
-def test_layouts_and_out(tokens):
-    q, k, v = rows(tokens=tokens)
-    heads_first = [x.swapaxes(0, 1) for x in (q, k, v)]
-    results = []
-    for arrays, layout in (
-        ((q, k, v), "THD"),
-        (heads_first, "HTD"),
-        ([np.ascontiguousarray(x) for x in heads_first], "HTD"),
-        ((q[::-1].copy()[::-1], np.asfortranarray(k)[:, :, :].copy(), v), "THD"),
-    ):
-        with kvcache.KVCache(1, KV_HEADS, DIM, 64, v_head_dim=V_DIM).batch(tokens) as batch:
-            results.append(batch.attend(0, *arrays, layout=layout, return_lse=True))
-            shape = results[-1][0].shape
-            apart = np.zeros((2 * shape[0], 3 * shape[1], 32), np.float32)[::2, ::3, 5:15]
-            for out in (np.empty(shape, np.float32), apart):
-                assert batch.attend(0, arrays[0], layout=layout, out=out) is out
-                np.testing.assert_array_equal(out, results[-1][0])
-    for (out, lse), is_htd in zip(results, (False, True, True, False), strict=True):
-        np.testing.assert_array_equal(out.swapaxes(0, 1) if is_htd else out, results[0][0])
-        np.testing.assert_array_equal(lse.swapaxes(0, 1) if is_htd else lse, results[0][1])
+    rng, outs = np.random.default_rng(16), []
+    q, k, v = (rng.standard_normal((316, heads, 64)).astype(np.float32) for heads in (8, 1, 1))
+    for precision in ("stored", "int8"):
+        cache = kvcache.KVCache(1, 1, 64, 316, dtype="int8")
+        with cache.batch(300) as batch:
+            batch.put(0, k[:300], v[:300])
+        with cache.batch(16) as batch:
+            outs.append(batch.attend(0, q[300:], k[300:], v[300:], precision=precision))
+    assert 1e-3 < np.linalg.norm(outs[1] - outs[0]) / np.linalg.norm(outs[0]) < 0.03
 
 
 @pytest.mark.parametrize("layout", ["THD", "HTD", "BHTD"])

@@ -2,23 +2,12 @@
 
 import dataclasses
 
-import numpy as np
+from support.saved_states import feed
 
 import kvcache
 from kvcache import Run
 
 FULL = kvcache.FullAttention()
-
-
-def feed(cache, seq_id, num_tokens):
-    first = cache.next_position(seq_id)
-    with cache.batch(positions=range(first, first + num_tokens), seq_ids=[seq_id] * num_tokens) as batch:
-        put(cache, batch)
-
-
-def put(cache, batch):
-    for layer in range(cache.num_layers):
-        batch.put(layer, *np.ones((2, len(batch), 1, 2), np.float32))
 
 
 def new_cache(policy=FULL, **options):
@@ -52,14 +41,3 @@ def test_a_view_holds_its_block():
     assert (block.live, block.filled, block.holders) == (0, 3, {})
     del view
     assert cache.blocks()[0].is_free
-
-
-def test_cross_attention_and_layers_that_share():
-    cross, full = kvcache.CrossAttention(6), kvcache.FullAttention()
-    cache = kvcache.KVCache(4, 1, 2, None, policy=[full, cross, full, None], share=[None, None, 0, None], block_size=4)
-    with cache.batch(2) as batch:
-        batch.put(0, *np.ones((2, 2, 1, 2), np.float32))
-        batch.put(1, *np.ones((2, 5, 1, 2), np.float32))
-    assert cache.blocks(2) == cache.blocks(0)
-    assert [(block.num_slots, block.live) for block in cache.blocks(1)] == [(6, 5)]
-    assert cache.blocks(3) == []

@@ -92,15 +92,3 @@ def test_layouts(layout):
             np.testing.assert_array_equal(got, wanted)
     with pytest.raises(ValueError, match="weights: an array of shape"):
         batch.choose(1, turned[0], weights=folded[1], layout=layout, **options)
-
-
-@pytest.mark.hf
-def test_tensors_of_pytorch(fed):
-    import torch
-
-    q, weights = whole((TOKENS, HEADS, DIM), 1), whole((TOKENS, HEADS), 2, 2)
-    right = fed.choose(1, q, width=7, weights=weights)
-    got = fed.choose(1, torch.tensor(q).bfloat16(), width=7, weights=torch.tensor(weights))
-    np.testing.assert_array_equal(got, right)
-    among = torch.tensor([[3, 5, 9]] * TOKENS)
-    np.testing.assert_array_equal(fed.choose(1, q, width=3, among=among)[-1, 0], [3, 5, 9])

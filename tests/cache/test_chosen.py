@@ -58,15 +58,3 @@ def test_a_choice_for_each_kv_head_and_blocks(batch):
     check(batch.attend(0, Q, chosen=blocks, chosen_block=2), named)
     tail = (OWN[:, None] + 1) // 2 * 2 <= OWN
     check(batch.attend(0, Q, chosen=blocks, chosen_block=2, chosen_tail=True), named | tail)
-
-
-def test_sequences_in_lock_step(batch):
-    chosen = RNG.integers(-1, 3, (TOKENS, WIDTH))
-    batch.abort()
-    outs = []
-    for layout in ("THD", "BHTD"):
-        k, v, q = (K, V, Q) if layout == "THD" else (x.reshape(2, 3, -1, x.shape[2]).swapaxes(1, 2) for x in (K, V, Q))
-        cache = kvcache.KVCache(1, 2, 8, v_head_dim=TOKENS, dtype="f32", max_sequences=2)
-        with cache.batch(positions=[0, 1, 2] * 2, seq_ids=[0] * 3 + [1] * 3) as both:
-            outs.append(both.attend(0, q, k, v, chosen=chosen, layout=layout))
-    np.testing.assert_array_equal(outs[1].swapaxes(1, 2).reshape(outs[0].shape), outs[0])

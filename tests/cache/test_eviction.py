@@ -10,7 +10,7 @@ from support.rotation import rotated
 
 import kvcache
 from kvcache.eviction import AGAIN, Prompt, Queries, evict, future, kvzip, mean_importance, stream
-from kvcache.runner import Llama, Options, Speed, evict_prompt, generate, new_cache
+from kvcache.runner import Llama, Options, new_cache
 
 ROPE = kvcache.Rope([0.5, 0.1])
 LENGTH = 100
@@ -195,13 +195,6 @@ def test_the_last_stay_beside_infinite_importance():
     assert cache.next_position() == LENGTH
 
 
-def test_a_fork_keeps_its_rows():
-    cache = filled()
-    cache.fork(0, 1)
-    evict(cache, zeros, 0.5, seq_id=1)
-    assert (cache.seq_len(0), cache.seq_len(1)) == (LENGTH, 50)
-
-
 def test_layers_with_windows_have_no_say():
     policies = [kvcache.SlidingWindow(8), kvcache.FullAttention()]
     cache, (queries, _) = filled(policy=policies), noted()
@@ -286,40 +279,6 @@ def test_refused(call, message):
 @pytest.fixture(scope="module")
 def model():
     return Llama.load(MODEL)
-
-
-@pytest.fixture(scope="module")
-def text():
-    return [*(MODEL / "eval.txt").read_bytes()[:1200]]
-
-
-@pytest.mark.parametrize("policy", ["future", "kvzip"])
-def test_a_prompt_of_the_runner(model, text, policy):
-    options = Options(keep=0.25, evict_by=policy, dtype="f32")
-    with new_cache(model.config, options) as cache:
-        counts = []
-
-        def dropping(queries):
-            assert evict_prompt(model, cache, text, options, queries) == 300
-            counts.append(cache.seq_len())
-
-        made = [*generate(model, cache, text, 5, np.argmax, Speed(), Speed(), evict=dropping)]
-        assert counts == [300]
-        assert cache.sequences == [0]
-        assert cache.next_position() == len(text) + 4
-        assert cache.seq_len() == 304
-    assert len(made) == 5
-
-
-def test_a_prompt_in_parts_never_holds_all_rows(model, text):
-    queries, lengths = Queries(), []
-    with new_cache(model.config, Options(dtype="f32")) as cache:
-        for begin in range(0, len(text), 300):
-            model.forward(text[begin : begin + 300], cache, last_only=True, queries=queries)
-            lengths.append(cache.seq_len())
-            evict(cache, future, min(1, 200 / cache.seq_len()), queries=queries)
-        assert cache.next_position() == len(text)
-    assert lengths == [300, 500, 500, 500]
 
 
 def test_queries_are_not_moved_beyond_the_context(model):

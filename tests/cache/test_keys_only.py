@@ -6,7 +6,6 @@ tests/world compares what edits, states and prefixes do with such rows. refusals
 import dataclasses
 
 import numpy as np
-import pytest
 
 import kvcache
 from kvcache import state
@@ -74,19 +73,6 @@ def test_arrays_of_the_caller():
     k, v = np.empty((1, TOKENS, INDEX_DIM), np.float32), np.empty((1, TOKENS, 0), np.float32)
     assert cache.gather(1, out=(k, v))[0] is k
     np.testing.assert_array_equal(k, cache.gather(2)[0])
-
-
-@pytest.mark.hf
-def test_tensors_of_pytorch():
-    import torch
-
-    cache = fed()
-    k, v = cache.gather(1, dtype=torch.bfloat16)
-    assert (k.dtype, tuple(v.shape)) == (torch.bfloat16, (1, TOKENS, 0))
-    with cache.batch(TOKENS, seq_ids=[1] * TOKENS) as batch:
-        put_plain(batch)
-        batch.put(1, k, v, layout="HTD")
-    assert torch.equal(cache.gather(1, seq_id=1, dtype=torch.bfloat16)[0], k)
 
 
 def test_views():

@@ -117,15 +117,6 @@ def test_keys_that_wait_for_their_rotation_have_no_view():
     np.testing.assert_allclose(stored, rotated(keys[2:], np.arange(2, 6)[:, None], rope), atol=2e-6)
 
 
-def test_copies_are_of_the_stored_type():
-    rope, (keys, values) = ROPES["halves"], raw(6)
-    cache = new_cache(rope, dtype="bf16")
-    feed(cache, keys, values, range(6), rope)
-    cache.remove(0, 2)
-    assert cache.keys(0).dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(cache.keys(0), cache.gather(0, dtype="bf16")[0])
-
-
 # ---- functions
 
 
@@ -238,21 +229,3 @@ def test_inject_of_any_array(dtype):
     np.testing.assert_array_equal(got[0], k.astype(np.float32))
     np.testing.assert_array_equal(got[1], -k.astype(np.float32))
     assert cache.sequences == [0]
-
-
-def test_a_function_moves_keys_for_several_threads():
-    """inject, a function's shift and compact give the same bits as with one thread."""
-    x = np.random.default_rng(3).standard_normal((700, 4, 64)).astype(np.float32)
-    rows = []
-    for threads in (1, 3):
-        cache = kvcache.KVCache(
-            1, 4, 64, None, rope=lambda layer, keys, delta: keys + delta, block_size=300, num_threads=threads
-        )
-        with cache.batch(700) as batch:
-            batch.put(0, x, x)
-        cache.shift(100, None, 7)
-        cache.inject(0, 120, x[:170].swapaxes(0, 1), x[:170].swapaxes(0, 1))
-        cache.remove(30, 90, shift=False)
-        cache.compact()
-        rows.append(cache.gather(0))
-    np.testing.assert_equal(*rows)

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 from support import fake_dlpack, row_types
 from support.ggml_blocks import SIZES, blocks, quantised_by_gguf
-from support.row_types import TYPES, hadamard
+from support.row_types import hadamard
 
 import kvcache
 
 FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 BYTES = {"f32": 4, "f16": 2, "bf16": 2, **{name: size / 32 for name, size in SIZES.items()}}
 HEADS, K_DIM, V_DIM, TOKENS = 3, 64, 32, 21
+KINDS = "bf16", "q4_0", "int8"  # of floats, of blocks, with a scale for each row
 
 
 def row_bytes(dtype, dim):
@@ -49,7 +50,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize(("k_dtype", "v_dtype"), list(zip(TYPES, [*TYPES[1:], TYPES[0]], strict=True)))
+@pytest.mark.parametrize(("k_dtype", "v_dtype"), [("q8_0", "f16"), ("bf16", "int6"), ("f32", "q4_1"), ("int4", "q5_1")])
 def test_round_trip(k_dtype, v_dtype):
     cache, other = fed(k_dtype, v_dtype), new_cache(k_dtype, v_dtype)
     k, v = raw = cache.gather(0, raw=True)
@@ -121,17 +122,14 @@ def test_types_that_take_no_transform():
         assert "hadamard" not in shown
 
 
-@pytest.mark.parametrize("dtype", row_types.NAMES)
-def test_row_scales_have_no_slots(dtype):
-    with new_cache(dtype, "f32").batch(1) as batch:
-        with pytest.raises(
-            kvcache.NotSupportedError, match=rf"layer 0 stores {dtype}, whose scales lie apart: put\(\)"
-        ):
+def test_row_scales_have_no_slots():
+    with new_cache("f32", "int6").batch(1) as batch:
+        with pytest.raises(kvcache.NotSupportedError, match=r"layer 0 stores int6, whose scales lie apart: put\(\)"):
             batch.slots(0)
         batch.abort()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", KINDS)
 def test_out(dtype):
     """Into arrays of the caller: heads first or last, with gaps, through DLPack."""
     cache = fed(dtype, dtype)
@@ -151,7 +149,7 @@ def test_out(dtype):
     assert_same(other.gather(0, raw=True), [k, v])
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", KINDS)
 def test_any_address(dtype):
     """Bytes of a file need no alignment to go in."""
     k, v = fed(dtype, dtype).gather(0, raw=True)

@@ -154,22 +154,6 @@ def test_what_is_not_stored_leaves_nothing(machine):
     assert cache.nbytes < taken / 2
 
 
-def test_memory_that_a_view_holds_goes_later(machine):
-    cache = new_cache(Adaptive(0.5), block_size=8)
-    for seq_id in (0, 1):
-        run(cache, 8, seq_id)
-    view = cache.keys(0)
-    machine.available = 0
-    run(cache, 9)
-    assert cache.sequences == [1]
-    assert view.shape == (2, 8, 8)
-    del view
-    taken = cache.nbytes
-    run(cache, 9, seq_id=1)
-    assert cache.sequences == []
-    assert cache.nbytes < taken / 2
-
-
 def test_sequences_of_a_batch_are_decided_on_one_by_one(machine):
     cache = new_cache(LongSequencesOnly(2))
     run(cache, 3, seq_id=7)

@@ -1,7 +1,7 @@
 """Layers with windows or chunks hold more while a batch is open. `most_bytes`, `explain` and `Adaptive` count it."""
 
-import numpy as np
 import pytest
+from support.saved_states import feed
 
 import kvcache
 from kvcache import ChunkedAttention, FullAttention, SlidingWindow
@@ -13,13 +13,6 @@ def make(policy=None, num_layers=1, **arguments):
     policy = SlidingWindow(256) if policy is None else policy
     arguments = {"dtype": "f16", "block_size": BLOCK, "max_seq_len": None, "max_sequences": None, **arguments}
     return kvcache.KVCache(num_layers, HEADS, DIM, policy=policy, **arguments)
-
-
-def feed(cache, num_tokens):
-    rows = np.zeros((num_tokens, HEADS, DIM), np.float32)
-    with cache.batch(num_tokens) as batch:
-        for layer in range(cache.num_layers):
-            batch.put(layer, rows, rows)
 
 
 @pytest.mark.parametrize("max_seq_len", [None, 256, 300])
@@ -68,11 +61,11 @@ def test_adaptive_counts_what_an_open_batch_holds(monkeypatch, max_seq_len):
     long = 40_000  # 19.5 MiB of rows, of which the windows keep 256 KiB
     assert cache.most_bytes(long) < 1 << 20
     assert cache.most_bytes(long, batch_tokens=long) == long * cache.most_bytes(1)
-    feed(cache, long)
+    feed(cache, 0, long)
     assert cache.seq_len() == 0
     assert "is not stored" in cache.explain()
     for _ in range(10):
-        feed(cache, 4_000)
+        feed(cache, 0, 4_000)
         assert cache.nbytes < 10 << 20
     assert cache.seq_len() == 256
     assert "is stored" in cache.explain()
