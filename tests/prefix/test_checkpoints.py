@@ -57,15 +57,6 @@ def test_rows_behind_the_last_state() -> None:
     assert prefix.acquire(other)[1] == 40
 
 
-def test_states_go_through_a_store() -> None:
-    store: dict[str, bytes] = {}
-    cache, prefix = make(store=store)
-    serve(cache, prefix, [40, 64, 90])
-    assert prefix.flush(10)
-    cache, prefix = make(store=store)
-    assert serve(cache, prefix, []) == 90
-
-
 def test_no_more_than_the_limit_is_kept() -> None:
     cache, prefix = make(max_checkpoint_bytes=100)
     for first in range(7):
@@ -88,11 +79,3 @@ def test_a_checkpoint_without_a_state_keeps_blocks() -> None:
     feed(cache, seq_id, PROMPT, 37, 50)
     prefix.release(seq_id, PROMPT)
     assert prefix.lookup(PROMPT) == 50
-
-
-def test_a_checkpoint_of_more_tokens_than_there_are_is_none() -> None:
-    cache, prefix = make()
-    seq_id, _ = prefix.acquire(PROMPT)
-    feed(cache, seq_id, PROMPT, 0, 100)
-    prefix.checkpoint(seq_id, [*PROMPT, 7], bytes(1))
-    assert prefix.stats.checkpoints == 0

@@ -53,15 +53,3 @@ def test_each_finds_what_the_other_kept(peer, tmp_path, salt, secret):
     seq_id, matched = prefix.acquire(PROMPT)
     assert matched == prefix.stats.fetched == 96
     check_rows(cache, seq_id, PROMPT, matched)
-
-
-def test_others_are_refused_and_replaced(peer, tmp_path):
-    """Rows that were stored with another secret are computed again."""
-    cache, prefix = make(tmp_path, b"", b"one")
-    serve(prefix, cache, PROMPT)
-    assert prefix.close()
-    assert peer(tmp_path, prefix, b"a tenant", b"one") == "0 6\n"
-    message, numbers = peer(tmp_path, prefix, b"", b"two").splitlines()
-    assert "the value is not what was stored" in message
-    assert numbers == "0 6"
-    assert peer(tmp_path, prefix, b"", b"two") == "96 0\n"

@@ -81,15 +81,14 @@ def test_nothing_is_asked_for_behind_what_is_missing():
 
 @pytest.mark.parametrize("secret", [None, b"of this tenant"])
 def test_values_that_lie(secret):
-    """A value that was altered, cut, replayed under another key or made by somebody else is a miss, and deleted."""
+    """A value that was altered, replayed or made by somebody else is a miss, and deleted. fuzz_values.py has more."""
     store = {}
     fill(store, secret=secret)
     keys, digest = list(store), values.digest_of(make(store)[1])
     good, second = store[keys[0]], store[keys[1]]
     forged = values.pack(keys[0], bytes(32), good[values.HEADER_SIZE :], secret)
-    bad = [b"", good[:-1], good + b"\0", good[:60], second, forged]
-    bad += [bytes([*good[:i], good[i] ^ 1, *good[i + 1 :]]) for i in range(0, len(good), 97)]
     assert values.pack(keys[0], digest, good[values.HEADER_SIZE :], secret) == good
+    bad = [b"", good[:-1], good[:-1] + bytes([good[-1] ^ 1]), second, forged]
     bad += [values.pack(keys[0], digest, good[values.HEADER_SIZE :], other) for other in {None, b"other"} - {secret}]
     for value in bad:
         store[keys[0]] = value
@@ -127,16 +126,6 @@ def test_a_value_without_some_layers_of_a_group(second):
         assert prefix.flush(LONG)
         prefix.clear()
     cache.validate()
-
-
-def test_a_directory(tmp_path):
-    """A folder that two processes share, too small for everything."""
-    store = stores.open(f"dir:{tmp_path}/prefixes?max_bytes=100KiB")
-    for i in range(30):
-        fill(store, prompt=[1000 * i + j for j in range(200)])
-    cache, prefix = make(stores.DirectoryStore(tmp_path / "prefixes", max_bytes=100 << 10))
-    assert serve(prefix, cache, [29000 + j for j in range(200)]) >= 192
-    assert serve(prefix, cache, list(range(200))) == 0
 
 
 class Broken(dict):
@@ -272,28 +261,6 @@ class Held(dict):
         super().__setitem__(key, value)
 
 
-class Methods:
-    """A mapping that is not registered as one, and has only the methods that are needed."""
-
-    def __init__(self):
-        self.items = {}
-
-    def __getitem__(self, key):
-        return self.items[key]
-
-    def __setitem__(self, key, value):
-        self.items[key] = value
-
-    def __delitem__(self, key):
-        del self.items[key]
-
-
-def test_a_mapping_by_its_methods():
-    store = Methods()
-    fill(store)
-    assert make(store)[1].acquire(PROMPT)[1] == 96
-
-
 @pytest.mark.parametrize("own", [None, b"of this tenant"])
 def test_a_tenant_of_a_cache_with_a_secret(own):
     """A MAC is on the tenant's values as well: by its own secret, or by the cache's."""
@@ -360,18 +327,6 @@ def test_after_close():
     assert store == {}
     assert not prefix.flush(LONG)
     assert not prefix.close()
-
-
-def test_fetching_while_a_batch_is_open():
-    """Requests come while another thread runs the model."""
-    store = {}
-    fill(store)
-    cache, prefix = make(store)
-    with cache.batch(positions=[0], seq_ids=[77]) as batch:
-        seq_id, matched = prefix.acquire(PROMPT)
-        assert matched == 96
-        check_rows(cache, seq_id, PROMPT, 96)
-        batch.abort()
 
 
 def before_each_fetch(prefix, call):
@@ -555,18 +510,6 @@ def test_an_interrupted_request_holds_up_others_for_a_moment(monkeypatch):
     assert prefix.acquire(PROMPT)[1] == 96
     assert not prefix._fetching._getting
     interrupted.__exit__(None, None, None)
-
-
-def test_prefix_caches_of_one_model_read_once():
-    """Two caches, such as one for each socket, on one store."""
-    filled = {}
-    fill(filled, secret=b"secret")
-    store = Counting(filled)
-    prefixes = [make(store, secret=b"secret")[1] for _ in range(2)]
-    assert acquire_at_once(prefixes, [PROMPT] * 2, store) == [96] * 2
-    assert len(store.reads) == 6
-    assert [prefix.stats.store.hits for prefix in prefixes] == [6, 6]
-    assert sum(prefix.stats.store.bytes_read for prefix in prefixes) == sum(map(len, filled.values()))
 
 
 def test_tenants_share_a_store_and_nothing_else():

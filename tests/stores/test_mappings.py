@@ -45,31 +45,12 @@ def make_cluster(folder):
 
 
 @contextlib.contextmanager
-def make_zict_file(folder):
-    zict = pytest.importorskip("zict")
-    yield zict.File(folder)
-
-
-@contextlib.contextmanager
-def make_zict_buffer(folder):
-    """A cache of zict has recent values in memory, and others in a folder."""
-    zict = pytest.importorskip("zict")
-    yield zict.Buffer({}, stores.open(f"dir:{folder}"), n=200, weight=lambda key, value: len(value))
-
-
-@contextlib.contextmanager
 def make_zict_func(folder):
     """Values that are compressed on the way."""
     import zlib
 
     zict = pytest.importorskip("zict")
     yield zict.Func(zlib.compress, zlib.decompress, stores.open(f"dir:{folder}"))
-
-
-@contextlib.contextmanager
-def make_fsspec_folder(folder):
-    fsspec = pytest.importorskip("fsspec")
-    yield fsspec.get_mapper(f"file://{folder}", create=True)
 
 
 @contextlib.contextmanager
@@ -85,10 +66,7 @@ MAKERS = [
     make_directory,
     make_server,
     pytest.param(make_cluster, marks=pytest.mark.slow),
-    make_zict_file,
-    make_zict_buffer,
     make_zict_func,
-    make_fsspec_folder,
     make_fsspec_memory,
 ]
 

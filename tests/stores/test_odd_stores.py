@@ -77,8 +77,11 @@ def test_what_cannot_be_printed(ended, caplog, tmp_path):
 
 
 def test_a_handler_of_warnings_that_raises(ended):
+    seen = []
+
     class Handler(logging.Handler):
         def emit(self, record):
+            seen.append(client.stats)  # no lock is held
             raise RuntimeError("no disk for logs")
 
     logger, handler = logging.getLogger("kvcache"), Handler()
@@ -92,6 +95,7 @@ def test_a_handler_of_warnings_that_raises(ended):
         assert client.flush(LONG)
     finally:
         logger.removeHandler(handler)
+    assert len(seen) == 3
     assert (client.stats.corrupt, client.stats.errors) == (2, 0)
     assert not ended
 
