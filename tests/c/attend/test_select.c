@@ -378,6 +378,31 @@ static void test_a_chunk_of_forks(void) {
     CHECK(kvc_cache_free(cache) == KVC_OK);
 }
 
+/* A fork whose later rows were moved, in their slots.  In company, each token selects what it selects alone. */
+static void test_a_fork_moved_in_part(void) {
+    static float alone[2][4 * 32], out[2][4 * 32];
+    world w = world_of(KVC_F32, 32, 1, 4, 2 * KVC_CHUNK_ROWS + 100, 100);
+    int64_t id;
+    w.has_alibi = 1;
+    for (int t = 0; t < 2; t++) fill(given_q[t], 2, 0, 1, 4 * 32);
+    kvc_cache *cache = build(&w, PLAIN, 16, &id);
+    CHECK(kvc_fork(cache, 0, 1) == KVC_OK && kvc_shift(cache, 1, KVC_CHUNK_ROWS * 3 / 2, KVC_END, 4000) == KVC_OK);
+    const int32_t positions[2] = {next_of(cache, 0), next_of(cache, 1)};
+    const int64_t ids[2] = {0, 1};
+    for (int t = 0; t < 3; t++) { /* each alone, then both */
+        kvc_batch *batch = begin(cache, t < 2 ? 1 : 2, positions + t % 2, ids + t % 2);
+        kvc_plan_args plan = plan_of(&w, w.select);
+        const kvc_attend_args args = args_of(&w, t < 2 ? alone[t] : out[0]);
+        put(batch, &w, 0, w.stored + t % 2, t < 2 ? 1 : 2);
+        plan.num_tokens = 0;
+        plan.num_threads = 1;
+        CHECKF(kvc_attend(batch, &plan, &args) == KVC_OK, "%s", kvc_last_error());
+        kvc_abort(batch);
+    }
+    for (int t = 0; t < 2; t++) CHECKF(!memcmp(alone[t], out[t], sizeof out[t]), "token %d", t);
+    CHECK(kvc_cache_free(cache) == KVC_OK);
+}
+
 /* Keys that are off by deltas, which change within pieces, with a rope and without. */
 static void test_moved(void) {
     static double inv_freq[16];
@@ -678,6 +703,7 @@ static void test_answers(void) {
     test_worlds();
     test_long();
     test_a_chunk_of_forks();
+    test_a_fork_moved_in_part();
     test_moved();
 }
 
