@@ -201,16 +201,16 @@ static void begin_or_end(int prefix, int text) {
     const int64_t bytes = sizeof(int64_t) + (tokens->digests ? KVC_NAME_BYTES : 0);
     begun *b = &v.begun[v.num_begun];
     int32_t matched;
+    int64_t state;
     if (kvc_prefix_acquire(v.prefixes[prefix], tokens, -1, &b->id, &matched)) return;
     *b = (begun){b->id, bytes * (tokens->num_tokens - matched), prefix, text_begin(text, matched)};
     look(0, 0);
     note_uses(prefix, b->text);
-    for (const kept *k = v.kept; k < v.kept + v.num_kept; k++)
-        if (k->prefix == prefix && k->text == b->text && k->state) { /* it would keep the state from going */
-            must(kvc_clear_sequence(o.cache, b->id));
-            return;
-        }
-    v.num_begun++;
+    must(kvc_prefix_state(v.prefixes[prefix], b->id, NULL, 0, &state));
+    if (state)
+        must(kvc_clear_sequence(o.cache, b->id)); /* it would keep its state, and these bytes, from going */
+    else
+        v.num_begun++;
 }
 
 static void hold_or_not(void) {
