@@ -466,6 +466,7 @@ class Causal(Cache):
         return k, v, mask.astype(np.float16 if config.mask_dtype == "f16" else np.float32, copy=False)
 
     def _policy(self, max_sequences: int, capacity: int) -> Any:
+        # A window of Ollama's does not count the token itself, as this package's does.
         everything = max_sequences * capacity
         if self._chunk is not None:
             return kvcache.ChunkedAttention(self._chunk, resume_window=max(everything, self._chunk))

@@ -393,6 +393,7 @@ class _Run:
             self.left_out.append("peers are asked for nothing but values beside keys, of the same head_dim")
             peers = False
         self.peers = Peers(KINDS if peers else {}, self.left_out.append)
+        # A prefill of about PROMPT multiplications, and no more tokens than are appended at once.
         prompt = PROMPT // (shape.context * shape.num_heads * (shape.head_dim + shape.v_dim))
         self.num_tokens = dict.fromkeys(PARTS, 1) | {"prefill": min(shape.context, PUT_TOKENS, max(64, prompt))}
         self.shapes = dict.fromkeys(PARTS, shape)

@@ -61,7 +61,7 @@ static int is_useful(const kvc_run_list *list) {
     return 0;
 }
 
-/* Makes those useful of a list of useless standings that are, or all. */
+/* Makes standings useful that are in a list of useless ones: those whose sequence frees a slot again, or all. */
 static void wake_list(kvc_pool *pool, kvc_standing *list, int all) {
     for (kvc_standing *standing = list, *next; standing; standing = next) {
         next = standing->next;

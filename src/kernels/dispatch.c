@@ -101,7 +101,7 @@ static int has_amx(void) {
     const unsigned bf16 = 1 << 22, tile = 1 << 24, int8 = 1 << 25, all = bf16 | tile | int8;
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & all) != all) return 0;
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 1;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 1; /* -1: not now */
 }
 
 static int has_amxfp16(void) {

@@ -334,7 +334,8 @@ static int fitted_code(const int8_t *levels, int half, float x) {
     return x >= 0 ? half + magnitude : half - 1 - magnitude;
 }
 
-static void encode_fitted(int type, uint8_t *dst, const void *src, int n, float id, kvc_level_sums *sums) {
+/* Encodes elements by the levels nearest to them times `inverse`; adds up what the best scale follows from. */
+static void encode_fitted(int type, uint8_t *dst, const void *src, int n, float inverse, kvc_level_sums *sums) {
     const int8_t *const levels = kvc_levels(type);
     const int half = KVC_TYPES[type].num_levels / 2;
     for (int d = 0; d < n; d += KVC_QUANT_ELEMENTS) {
@@ -342,7 +343,7 @@ static void encode_fitted(int type, uint8_t *dst, const void *src, int n, float 
         int codes[KVC_QUANT_ELEMENTS];
         for (int i = 0; i < KVC_QUANT_ELEMENTS; i++) {
             const float x = float_at(src, d + i);
-            const volatile float in_units = x * id;
+            const volatile float in_units = x * inverse; /* volatile: rounded, as in the other kernels */
             codes[i] = fitted_code(levels, half, in_units);
             const float level = levels[codes[i]];
             const volatile float product = x * level;
@@ -350,7 +351,7 @@ static void encode_fitted(int type, uint8_t *dst, const void *src, int n, float 
             sums->squares[i % KVC_LANES] += level * level;
         }
         store_codes(type, block, codes);
-        for (int i = 0; half > 8 && i < 8; i++)
+        for (int i = 0; half > 8 && i < 8; i++) /* the upper two of six bits, in front */
             block[i] =
                 (uint8_t)(codes[i] >> 4 | codes[i + 8] >> 4 << 2 | codes[i + 16] >> 4 << 4 | codes[i + 24] >> 4 << 6);
     }

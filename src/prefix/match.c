@@ -57,7 +57,7 @@ kvc_node *kvc_match_path(const kvc_match *m, int32_t position) {
     return node;
 }
 
-/* Finds the last state behind tokens that have rows. */
+/* Finds the last recurrent state at the end of tokens that have all rows which a token behind them would see. */
 static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_piece_list *pieces, kvc_match *m) {
     m->known = 0;
     const int32_t block = prefix->cache->pools[0].block_size;

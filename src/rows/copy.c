@@ -179,10 +179,10 @@ void kvc_encode_rows(const kvc_kernels *kernels, const kvc_rows *to, const float
     convert_rows(&x, to, &floats, num_rows);
 }
 
-kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row, int64_t head, int32_t dim) {
+kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row_stride, int64_t head_stride, int32_t dim) {
     char *const rows = (char *)first;
     char *const scales = KVC_TYPES[type].has_row_scale ? rows + kvc_blocks_bytes(type, dim) : rows;
-    return (kvc_rows){type, rows, row, head, scales, row};
+    return (kvc_rows){type, rows, row_stride, head_stride, scales, row_stride};
 }
 
 kvc_rows kvc_stored_rows(const kvc_layer *layer, const kvc_layout *at, const uint8_t *rows, int32_t slot,

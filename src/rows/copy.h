@@ -40,7 +40,7 @@ typedef struct kvc_rows {
 kvc_rows kvc_stored_rows(const kvc_layer *layer, const kvc_layout *at, const uint8_t *rows, int32_t slot, int is_value);
 
 /* Returns rows of a caller's, whose scales stand behind their elements. */
-kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row, int64_t head, int32_t dim);
+kvc_rows kvc_given_rows(int32_t type, const void *first, int64_t row_stride, int64_t head_stride, int32_t dim);
 
 /* Returns the rows of head h from row i on, as rows of one head. */
 kvc_rows kvc_row_of(const kvc_rows *rows, int64_t i, int64_t h);

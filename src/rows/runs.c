@@ -285,7 +285,7 @@ static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
 }
 
 kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
-    if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0)
+    if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0) /* no run is cut in two */
         return kvc_runs_prepare(list, memory, extra);
     const int64_t needed = (int64_t)list->num + num_cut(list, begin, end) + extra;
     return !list->spare && needed <= list->capacity ? KVC_OK : kvc_runs_prepare_edit(list, memory, extra);

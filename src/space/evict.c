@@ -34,8 +34,8 @@ void kvc_let_victims_stay(kvc_cache *cache) {
 
 void kvc_evict(kvc_cache *cache) {
     for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
-        const int goes = victim->evicting.fate == KVC_GOES;
-        if (!goes) kvc_cache_pin(cache, victim, 1); /* holders of rows that change do not count as evictable */
+        const int goes = victim->evicting.fate == KVC_GOES; /* otherwise it loses its rows in windows and chunks */
+        if (!goes) kvc_cache_pin(cache, victim, 1);         /* holders of rows that change do not count as evictable */
         for (int32_t g = 0; g < cache->num_token_groups; g++)
             if (goes)
                 cache->stats.rows_evicted += victim->runs[g].num_rows;
