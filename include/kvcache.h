@@ -306,8 +306,8 @@ typedef struct kvc_layer {
     int32_t sketch_bits;  /* 2: a sketch of each key is kept beside it, k_dim / 4 + 2 bytes, by which a token can select
                              rows (select_rows).  k_dim must be a multiple of 32 and at most 1024, the layer stores
                              values apart from its keys, and its window or chunk, if it has one, is at least 8192
-                             positions.  Sketches follow from the stored keys, and are in no saved state and no store.
-                             0: the layer has no sketches */
+                             positions.  Sketches follow from the stored keys, and are in no store and no saved state,
+                             which says nothing of sketch_bits, either.  0: the layer has no sketches */
 } kvc_layer;
 
 /* Returns whether a long call is to end: not 0 ends it with KVC_ERR_CANCELLED.  kvc_put, kvc_attend, kvc_choose and

@@ -320,7 +320,7 @@ typedef struct kvc_load_args {
     const kvc_config *config; /* for kvc_load only; may be NULL.  The new cache has its allocator, threads and poll, and
                                  its limits and block_size in place of the file's, unless these are 0.  layers may be
                                  NULL and num_layers 0.  Layers with KVC_ROPE_FUNCTION need layers, equal to the
-                                 file's */
+                                 file's, and so do layers that are to have sketches */
 } kvc_load_args;
 
 /* Sets *cache to a new cache with the configuration and the sequences of a file, to be freed with kvc_cache_free.  The

@@ -317,13 +317,15 @@ typedef struct kvc_store {
 } kvc_store;
 
 /* Reads the full blocks that follow the known tokens of a prompt from a store, and adds them in order.  It ends where
- * the store lacks a block that is not kept, and where there is no room.  It also ends before a block that would reach
- * past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read if it lacks its state.
- * It evicts no block that was used later than the blocks that it matched or added.  While the store works, the call
- * keeps nothing from being dropped.  It ends soon after others have dropped what its blocks follow.
+ * the store lacks a block that is not kept, and where there is no room or no memory for a block.  It also ends before a
+ * block that would reach past max_matched tokens (-1: no limit) or hold the prompt's last token.  A kept block is read
+ * if it lacks its state.  It evicts no block that was used later than the blocks that it matched or added.  While the
+ * store works, the call keeps nothing from being dropped.  It ends soon after others have dropped what its blocks
+ * follow.
  * Sets *fetched to the number of tokens in blocks that brought rows or a state, also if it fails.
  * Fails with KVC_ERR_INVALID if there are no tokens, as `read` fails, with KVC_ERR_FORMAT if a value was changed, and
- * with KVC_ERR_NOMEM.  The prompt's tokens are then computed, and a changed value is written again. */
+ * with KVC_ERR_NOMEM if there is no memory for values.  The prompt's tokens are then computed, and a changed value is
+ * written again. */
 KVC_API kvc_status kvc_prefix_fetch(kvc_prefix *prefix, const kvc_tokens *tokens, int64_t max_matched,
                                     const kvc_store *store, int32_t *fetched);
 
