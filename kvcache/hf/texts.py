@@ -42,6 +42,8 @@ def begin_text(
     fed that are not given. `positions` of None are the usual ones.
     """
     needed, tokens = images.num_needed, images.tokens
+    if _rotates_otherwise(texts, mask):
+        begin_anew(texts, needed)
     if texts.has_lost_state:
         _cut(texts, 0 if texts.tokens is None else texts.length, needed)
     if texts.goes_on_by_one_token and tokens.shape[1] > texts.length + 1:
@@ -218,6 +220,17 @@ def _cut(texts: TextBatch, length: int, needed: int) -> None:
         except RowsGoneError:  # a window has moved on
             pass
     begin_anew(texts, needed)
+
+
+def _rotates_otherwise(texts: TextBatch, mask: torch.Tensor | None) -> bool:
+    """Whether a text is longer than the model's first rotation is for, and all its rows have padding (Phi-3).
+
+    Such a model drops its cache by the number of columns, and rotates by the number of tokens.
+    """
+    limit = getattr(texts.passes.config, "original_max_position_embeddings", None)
+    if not limit or not texts.follows_from_later or mask is None or mask[:, :1].any():
+        return False
+    return int(mask.sum(1).max()) > limit
 
 
 def begin_anew(texts: TextBatch, needed: int) -> None:

@@ -84,6 +84,23 @@ def test_a_conversation_that_grows_beyond(padding):
     assert num_fed == [[TRAINED - 10], [NEW, TRAINED + 1], [NEW], [NEW]]
 
 
+@pytest.mark.parametrize("padding", [2, 5, 20])
+def test_a_padded_text_that_grows_beyond(padding):
+    """A model drops its cache by the number of columns, and rotates by the number of tokens."""
+    model, text = make(DROPPING["phi3"]()), random_tokens(1, TRAINED - 2 + padding)
+    cache, mask = HFCache(model.config, dtype="f32"), torch.ones_like(text)
+    text[0, :padding] = mask[0, :padding] = 0
+    for turn in range(3):
+        options = OPTIONS | {"max_new_tokens": 1 + turn}
+        options["attention_mask"] = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
+        want = model.generate(text, **options).sequences
+        model.set_attn_implementation("kvcache")
+        text = model.generate(text, cache=cache, **options).sequences
+        model.set_attn_implementation("eager")
+        assert torch.equal(text, want)
+        text = torch.cat([text, random_tokens(1, NEW, seed=turn)], 1)
+
+
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}], ids=["whole", "chunks"])
 @pytest.mark.parametrize("name", UNCUT)
 def test_a_prompt_is_fed_at_once(name, options):
