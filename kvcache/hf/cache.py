@@ -641,6 +641,8 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     ) -> None:
         check_config(config)
         check_model(config)
+        if not config.is_encoder_decoder:
+            raise NotSupportedError(f"a {type(config).__name__} has no encoder: use HFCache")
         decoder = _find_decoder(config)
         if max_source_len is None:
             lengths = (getattr(config, name, None) for name in NAMES["max_source_positions"])

@@ -118,12 +118,7 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
             f"cache_implementation={wanted!r} does not go with the attention {NAME!r}: say"
             f" cache_implementation={NAME!r}, or pass an HFCache as {CACHE}"
         )
-    if isinstance(given, (KVCache, PrefixCache, bool, str, dict)):
-        more = ", prefix=prefix" if isinstance(given, PrefixCache) else ""
-        raise TypeError(
-            f"the {CACHE} given is a {type(given).__name__}: give an HFCache, made by"
-            f" kvcache.hf.HFCache(model.config{more})"
-        )
+    _check_given(self, given)
     if generation_config.use_cache is False:
         _note_no_cache(self, wanted, given)
     running = _running.get()
@@ -138,6 +133,21 @@ def _prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, An
     if running is not None and isinstance(given, (HFCache, HFEncoderDecoderCache)):
         running.cache = given
     return None if is_made else prepare_cache(self, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _check_given(model: Any, given: Any) -> None:
+    """Raise TypeError if `generate` is given no cache, or the cache of another kind of model."""
+    has_encoder = model.config.is_encoder_decoder
+    kind = HFEncoderDecoderCache if has_encoder else HFCache
+    is_other = isinstance(given, (HFCache, HFEncoderDecoderCache)) and not isinstance(given, kind)
+    if is_other or isinstance(given, (KVCache, PrefixCache, bool, str, dict, list, type)):
+        named = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+        what = f"{named}, and the model has {'an' if has_encoder else 'no'} encoder" if is_other else named
+        more = ", prefix=prefix" if isinstance(given, PrefixCache) else ""
+        raise TypeError(
+            f"the {CACHE} given is {what}: give an {kind.__name__}, made by"
+            f" kvcache.hf.{kind.__name__}(model.config{more})"
+        )
 
 
 def _of_draft(model: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,9 +143,27 @@ def test_other_caches_are_refused_by_name(folder):
         TypeError, match=r"is a PrefixCache: give an HFCache, made by .*\(model.config, prefix=prefix\)"
     ):
         model.generate(PROMPT, past_key_values=prefix, max_new_tokens=2)
-    for other in (True, "int8", {"dtype": "int8"}):
+    for other in (True, "int8", {"dtype": "int8"}, [kvcache.hf.HFCache(model.config)]):
         with pytest.raises(TypeError, match=rf"given is a {type(other).__name__}: give an HFCache, made by"):
             model.generate(PROMPT, past_key_values=other, max_new_tokens=2)
+    with pytest.raises(TypeError, match="given is the class HFCache: give an HFCache, made by"):
+        model.generate(PROMPT, past_key_values=kvcache.hf.HFCache, max_new_tokens=2)
+    assert not hasattr(kvcache.hf.HFCache, "_is_user_defined")
+
+
+def test_a_cache_of_another_kind_of_model_is_refused(folder):
+    decoder = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    sizes = {"d_model": 32, "vocab_size": 64, "max_position_embeddings": 64}
+    sizes |= {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    both = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
+    cache = kvcache.hf.HFEncoderDecoderCache(both.config)
+    with pytest.raises(TypeError, match=r"a HFEncoderDecoderCache, and the model has no encoder: give an HFCache"):
+        decoder.generate(PROMPT, past_key_values=cache, max_new_tokens=2)
+    cache = kvcache.hf.HFCache(decoder.config)
+    with pytest.raises(TypeError, match=r"a HFCache, and the model has an encoder: give an HFEncoderDecoderCache"):
+        both.generate(PROMPT, past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(kvcache.NotSupportedError, match="a LlamaConfig has no encoder: use HFCache"):
+        kvcache.hf.HFEncoderDecoderCache(decoder.config)
 
 
 def test_a_wrong_argument_of_the_cache(folder):
