@@ -240,6 +240,13 @@ static kvc_status refuse_value(void) {
     return KVC_ERR_STORE;
 }
 
+/* Whether a call with names has forgotten something, and not ended that: blocks are then written alone. */
+static int is_forgetting(void) {
+    int num = 0;
+    for (int p = 0; p < PREFIXES; p++) num += w.departures[p].num_forgets;
+    return num > 0;
+}
+
 /* Calls that come between may know the blocks that a call has fetched until now. */
 static void note_reading(void) {
     call *c = me->call;
@@ -303,7 +310,7 @@ static kvc_status write_value(void *user, const uint8_t *name, const void *from,
     lock_world();
     value *v = find_value(name, 1);
     if (v && v->bytes && v->size > size + (MOST_STATE - LEAST_STATE) && !me->was_refused && !me->call->is_disturbed &&
-        !w.o.crowded && v->written != me->call->began && drive.num_faults() == me->before.faults)
+        !w.o.crowded && !is_forgetting() && v->written != me->call->began && drive.num_faults() == me->before.faults)
         wrong("a value of %d bytes is replaced by one of %d", (int)v->size, (int)size);
     if (v) {
         v->bytes = realloc(v->bytes, (size_t)size);

@@ -98,18 +98,19 @@ static void note_state(int prefix, int text, int64_t bytes) {
 static int serve_in(int prefix, int text) {
     static const uint8_t state[STATE_ROOM];
     const int length = text_length(text), has_states = pick(2);
-    int64_t id;
+    int64_t id, bytes;
     int32_t at;
     o.prefix = v.prefixes[prefix];
     if (kvc_prefix_acquire(o.prefix, tokens_in(text_behind(text, 0)), -1, &id, &at)) return 0;
-    kvc_status status = KVC_OK;
+    kvc_status status = kvc_prefix_state(o.prefix, id, NULL, 0, &bytes);
+    if (!at && bytes) wrong("%s goes on from a state of %d bytes, behind no token", spell(text), (int)bytes);
     while (at < length && !status) {
         const int next = least(at / o.block * o.block + o.block * (1 + pick(2)), length), n = 1 + pick(next - at);
         status = feed_some(id, n);
         at += status ? 0 : n;
         look(prefix, text);
         if (status || at % o.block || !has_states || pick(3)) continue;
-        const int64_t bytes = 1 + pick(STATE_ROOM);
+        bytes = 1 + pick(STATE_ROOM);
         const int part = text_begin(text, at);
         const int is_kept = !kvc_prefix_checkpoint(o.prefix, id, tokens_in(part), state, bytes);
         look(prefix, text);
@@ -280,12 +281,14 @@ static int to_chunk(int64_t id, int most) {
     return size ? least(most, size - (int)(kvc_next_position(o.cache, id) % size)) : 1 + pick(most);
 }
 
-/* Feeds reserved tokens in any batches, some of which are aborted. */
-static void feed_reserved(int64_t id, int left) {
+/* Feeds reserved tokens in any batches, some of which are aborted.  fit: they fit beside the blocks there are. */
+static void feed_reserved(int64_t id, int left, int fit) {
     for (int tries = 0; left; tries++) {
         kvc_batch *batch;
         const int n = pick(2) ? to_chunk(id, left) : 1 + pick(left);
-        must(begin(id, n, &batch));
+        const kvc_status status = begin(id, n, &batch);
+        if (status == KVC_ERR_FULL && !fit) return;
+        must(status);
         if (tries < 3 && !v.num_holds && !pick(3)) {
             kvc_abort(batch);
             continue;
@@ -306,7 +309,7 @@ static void check_reserved(int64_t id, int n) {
     kvc_get_stats(o.cache, &before, sizeof before);
     must(kvc_reserve(o.cache, id, n));
     memset(requests, 0, sizeof requests);
-    feed_reserved(id, n);
+    feed_reserved(id, n, fit);
     kvc_get_stats(o.cache, &after, sizeof after);
     if (fit && after.rows_moved == before.rows_moved && requests[KVC_MEMORY_ROWS] + requests[KVC_MEMORY_BOOKKEEPING])
         wrong("batches of %d reserved tokens take %d blocks, and memory %d times for lists", n,
@@ -357,6 +360,7 @@ typedef struct source {
 
 static struct {
     int text, num_bytes;
+    int64_t reserved; /* the id of a sequence that has memory and no token; 0: there is none */
     int known[2];     /* tokens that are known in each prefix */
     long horizons[2]; /* when it forgot last; 0: it never did */
     source all[5];
@@ -386,10 +390,19 @@ static void note_kept_of(int prefix, const source *of, int length) {
 static void feed_source(source *of) {
     const int n = 1 + pick(2 * o.block);
     if (of->length + n >= text_length(s.text)) return;
-    if (!of->is_there) *of = (source){.is_there = 1, .id = kvc_new_sequence(o.cache), .date = o.clock};
+    if (!of->is_there) {
+        *of = (source){.is_there = 1, .id = s.reserved ? s.reserved : kvc_new_sequence(o.cache), .date = o.clock};
+        s.reserved = 0;
+    }
     must(feed_some(of->id, n));
     of->length += n;
     if (of->keeps) note_kept_of(of->keeps - 1, of, of->length / o.block * o.block);
+}
+
+/* A sequence that gets memory is not begun by that. */
+static void reserve_source(void) {
+    if (!s.reserved) s.reserved = kvc_new_sequence(o.cache);
+    must(kvc_reserve(o.cache, s.reserved, 1 + pick(2 * o.block)));
 }
 
 static void acquire_source(int prefix, source *of) {
@@ -482,7 +495,7 @@ static void scene_sources(void) {
     s.text = any_text_of(0, 30);
     open_limited(NULL, 0);
     for (o.clock = 1; o.clock < 60; o.clock++) {
-        const int prefix = pick(2), kind = pick(24);
+        const int prefix = pick(2), kind = pick(26);
         source *of = &s.all[pick(5)], *other = &s.all[pick(5)];
         if (kind < 6)
             feed_source(of);
@@ -498,8 +511,10 @@ static void scene_sources(void) {
             restore_source(of, other);
         else if (kind == 22)
             evict_all(prefix);
-        else
+        else if (kind == 23)
             forget_some(prefix);
+        else
+            reserve_source();
         for (int p = 0; p < 2; p++) {
             int32_t known;
             must(kvc_prefix_lookup(v.prefixes[p], tokens_in(s.text), &known, NULL));
