@@ -119,28 +119,55 @@ static kvc_status weigh(void) {
 }
 
 static kvc_status write_in_place(void) {
-    const kvc_rows_in in = {.struct_size = sizeof in, .k = waited_rows, .v = waited_rows};
+    const kvc_rows_in in = {
+        .struct_size = sizeof in, .k = waited_rows, .v = waited_rows, .skip_missing = 1 /* while rows are moved */};
     return kvc_inject(shared, 0, 0, 0, 1 + pick(WAITED_ROWS), &in);
 }
 
-/* Begins a batch of another sequence, perhaps after others, and ends it. */
+static int has_batch; /* whether sequence 0 is in the open batch */
+
+/* Keys are not rewritten while their sequence is in a batch. */
+static int32_t move_waited(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
+                           int32_t k_dim, int32_t delta) {
+    (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
+    for (int i = pick(200); i > 0; i--) {
+        sim_step();
+        if (has_batch) wrong("a batch of a sequence is open while its keys are rewritten");
+    }
+    return 0;
+}
+
+/* Moves the last rows up by a position, and down again. */
+static kvc_status move_keys(void) {
+    const int32_t at = WAITED_ROWS / 2;
+    const kvc_status status = kvc_shift(shared, 0, at, KVC_END, 1);
+    return status ? status : kvc_shift(shared, 0, at, KVC_END, -1);
+}
+
+/* Begins a batch of a sequence, perhaps after others, and ends it. */
 static kvc_status begin_in_turn(void) {
-    static const int64_t ids[WAITED_ROWS] = {1, 1, 1, 1, 1, 1};
+    static const int64_t ids[2][6] = {{0}, {1, 1, 1, 1, 1, 1}};
+    const int id = pick(2);
     const kvc_begin_args args = {
-        .struct_size = sizeof args, .num_tokens = 6, .seq_ids = ids, .timeout_ms = pick(2) - 1};
+        .struct_size = sizeof args, .num_tokens = 6, .seq_ids = ids[id], .timeout_ms = pick(2) - 1};
     kvc_batch *batch;
     beginning[me->number]++;
     const kvc_status status = kvc_begin_with(shared, &args, &batch);
     beginning[me->number]--;
-    if (!status) kvc_abort(batch);
-    return status;
+    if (status) return status;
+    has_batch = !id;
+    for (int i = pick(20); i > 0; i--) sim_step();
+    has_batch = 0;
+    kvc_abort(batch);
+    return KVC_OK;
 }
 
 static kvc_status move_together(void) { return kvc_compact(shared); }
 
 static void *run_waiter(void *context) {
-    static kvc_status (*const calls[])(void) = {copy_out,   copy_out,      copy_out,      weigh,         weigh,
-                                                count_room, move_together, begin_in_turn, write_in_place};
+    static kvc_status (*const calls[])(void) = {copy_out,      copy_out,   copy_out,      weigh,
+                                                weigh,         count_room, move_together, begin_in_turn,
+                                                begin_in_turn, move_keys,  write_in_place};
     const unsigned may_be =
         1u << KVC_OK | 1u << KVC_ERR_BUSY | 1u << KVC_ERR_HELD | 1u << KVC_ERR_NOMEM | 1u << KVC_ERR_CANCELLED;
     me = context;
@@ -153,8 +180,10 @@ static void *run_waiter(void *context) {
 
 /* Makes a cache in which clients do nothing but wait for each other. */
 static void make_shared(void) {
-    const kvc_layer layer = {
-        .num_kv_heads = 1, .k_dim = WAITED_DIM, .v_dim = WAITED_DIM, .rope = {.kind = KVC_ROPE_NONE}};
+    const kvc_layer layer = {.num_kv_heads = 1,
+                             .k_dim = WAITED_DIM,
+                             .v_dim = WAITED_DIM,
+                             .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_waited}};
     const kvc_config config = {.struct_size = sizeof config,
                                .layers = &layer,
                                .layer_size = sizeof layer,
