@@ -195,6 +195,25 @@ static int64_t bytes_of_passing(int num) {
     return bytes;
 }
 
+/* Blocks that wait to be stored still do once a fetch has brought them rows of windows. */
+static void test_waiting_blocks(void) {
+    const kvc_policy policies[2] = {{.kind = KVC_FULL}, {.kind = KVC_SLIDING, .window = BLOCK}};
+    const kvc_tokens beginning = tokens_of(ids, 2 * BLOCK + 1);
+    kvc_new_block blocks[8];
+    int64_t num;
+    int32_t fetched;
+    open_world(policies, 2, (kvc_config){0}, (kvc_prefix_config){.collects_new = 1});
+    serve(ids, 3 * BLOCK, BLOCK);
+    CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == 3 && kvc_clear(cache) == KVC_OK);
+    feed_to(50, 3 * BLOCK, 3 * BLOCK); /* in one batch, so that windows lose the first rows */
+    release(50, ids, 3 * BLOCK);
+    CHECK(known(ids, 2 * BLOCK) == 0);
+    CHECK(kvc_prefix_fetch(prefix, &beginning, -1, &store, &fetched) == KVC_OK && fetched == 2 * BLOCK);
+    CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, 8, &num) == KVC_OK);
+    CHECKF(num == 3, "%d blocks wait", (int)num);
+    close_fetched();
+}
+
 /* A fetch does not look at all blocks again for each one. */
 static void check_linear(int64_t (*bytes_of)(int num)) {
     const int64_t few = bytes_of(LONG / 4), many = bytes_of(LONG);
@@ -205,6 +224,7 @@ int main(void) {
     test_used_meanwhile(3, 10, 0);
     test_used_meanwhile(4, 6, 4);
     test_later_use();
+    test_waiting_blocks();
     check_linear(bytes_of_fetch);
     check_linear(bytes_of_passing);
     return test_result();

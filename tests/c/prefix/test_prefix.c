@@ -434,6 +434,27 @@ static void test_room_for_states(void) {
     close_world();
 }
 
+/* Bytes of a state that a sequence goes on from are not freed with its block. */
+static void test_state_in_use(void) {
+    enum { LARGE = 100000, LEAST = 8 /* bytes of a prompt of one token */ };
+    static const uint8_t state[LARGE];
+    const kvc_layer layer = {.num_kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .rope.kind = KVC_ROPE_NONE};
+    const int64_t bytes = bytes_of_blocks(1, &layer, (kvc_config){.block_size = BLOCK}, 2) + LARGE + LEAST;
+    const int64_t *ids = numbers(100);
+    const kvc_tokens tokens = tokens_of(ids, BLOCK);
+    for (int less = 0; less < 2; less++) {
+        int matched;
+        open_world(&full, 1, (kvc_config){.max_bytes = bytes - less}, (kvc_prefix_config){.state_bytes = LARGE});
+        feed_to(50, BLOCK, BLOCK);
+        CHECKF(kvc_prefix_checkpoint(prefix, 50, &tokens, state, LARGE) == KVC_OK, "%s", kvc_last_error());
+        release(50, ids, BLOCK);
+        acquire(ids, BLOCK + 1, &matched);
+        CHECK(matched == BLOCK && try_batch(cache, 60, BLOCK) == (less ? KVC_ERR_FULL : KVC_OK));
+        CHECK(stats_now().checkpoints == 1);
+        close_world();
+    }
+}
+
 /* Prompts that wait to be fed do not pass max_bytes, and messages name them.  Kept blocks give way to them. */
 static void test_waiting_prompts(void) {
     enum { LONG = 5000, WAITING = 8, MAX_BYTES = 1 << 18, TOO_LONG = MAX_BYTES / 8 };
@@ -583,6 +604,7 @@ int main(void) {
     test_state_behind_a_gap();
     test_bad_options();
     test_room_for_states();
+    test_state_in_use();
     test_waiting_prompts();
     test_acquired_into_the_quota();
     for (int reuse_min = 0; reuse_min < 9; reuse_min += 4) test_emptied(reuse_min);
