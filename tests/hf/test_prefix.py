@@ -25,9 +25,9 @@ GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 NAMES = ["llama", "mistral", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4"))]
 
 
-def prefix_for(model, reuse_min_tokens=None, **arguments):
+def prefix_for(model, **arguments):
     cache = HFCache.make_kv_cache(model.config, "f32", block_size=BLOCK, **arguments)
-    return kvcache.PrefixCache(cache, fingerprint="a model", reuse_min_tokens=reuse_min_tokens)
+    return kvcache.PrefixCache(cache, fingerprint="a model")
 
 
 class Counting:
@@ -115,158 +115,6 @@ def test_generate(name, attention):
     assert prefix.cache.sequences == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits(name):
-    """With a model that is called by hand, and `acquire`."""
-    model = model_of(name)
-    model.set_attn_implementation("kvcache")
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, LONG)
-    with torch.no_grad():
-        want = model(tokens, past_key_values=HFCache(model.config, "f32")).logits
-        for matched in (0, LONG - 1):
-            cache = HFCache(model.config, prefix=prefix)
-            assert cache.acquire(tokens) == cache.get_seq_length() == matched
-            got = model(tokens[:, matched:], past_key_values=cache).logits
-            torch.testing.assert_close(got, want[:, matched:], rtol=0, atol=2e-4 * float(want.abs().max()))
-            cache.release(tokens)
-            assert cache.get_seq_length() == 0
-
-
-def test_attention_over_what_was_matched_is_the_same_bits():
-    """The rows lie in other blocks, of other sequences; the kernels' result does not depend on that."""
-    model = model_of("llama")
-    model.set_attn_implementation("kvcache")
-    prefix = prefix_for(model)
-    tokens, one = random_tokens(1, LONG), HFCache(model.config, prefix=prefix)
-    with torch.no_grad():
-        one.acquire(tokens)
-        model(tokens[:, :-1], past_key_values=one)
-        other = copy.deepcopy(one)
-        want = model(tokens[:, -1:], past_key_values=one).logits
-        one.release(tokens)
-        assert one.acquire(tokens) == LONG - 1
-        got = model(tokens[:, -1:], past_key_values=one).logits
-        again = model(tokens[:, -1:], past_key_values=other).logits
-    assert torch.equal(got, want)
-    assert torch.equal(again, want)
-
-
-SMALL = {"n_head": 4, "n_layer": 2, "vocab_size": 97, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.5}
-OTHERS = {
-    "latents": lambda: transformers.DeepseekV3Config(
-        **{**BASE, "num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 8, "mlp_layer_types": ["dense"] * 2},
-        kv_lora_rank=32, q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
-    ),
-    "learned positions": lambda: transformers.GPT2Config(n_embd=64, n_positions=256, **SMALL),
-    "no positions of generate's": lambda: transformers.BloomConfig(hidden_size=64, **SMALL),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models(name, attention):
-    """If generate does not say at which positions tokens behind padding stand, no rows are matched for them."""
-    model = make(OTHERS[name]())
-    prefix = prefix_for(model)
-    first = random_tokens(1, LONG)
-    generate(model, first, prefix, attention)
-    tokens = join(first[:, :41], random_tokens(1, 9, seed=1))
-    got, fed = generate(model, tokens, prefix, attention)
-    assert fed[0] == 9
-    assert torch.equal(got, generate(model, tokens, attention=attention)[0])
-    tokens = torch.cat([tokens, torch.nn.functional.pad(first[:, :30], (20, 0))])
-    mask = {"attention_mask": (tokens != 0).long()}
-    for _ in range(2):
-        got, fed = generate(model, tokens, prefix, attention, **mask)
-        assert fed[0] == (50 if name == "no positions of generate's" else 1)
-        assert torch.equal(got, generate(model, tokens, attention=attention, **mask)[0])
-    got, fed = generate(model, first[:, :40], prefix, attention)
-    assert fed[0] == 1
-    assert torch.equal(got, generate(model, first[:, :40], attention=attention)[0])
-
-
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
-def test_a_conversation(attention):
-    """Generated tokens are found, too: each turn feeds its new tokens and the last token before them."""
-    model = model_of("gemma3")
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, 20)
-    for turn in range(4):
-        mask = {"attention_mask": torch.ones_like(tokens)}  # else generated tokens that are padding's would be hidden
-        want, _ = generate(model, tokens, attention=attention, **mask)
-        got, fed = generate(model, tokens, prefix, attention, **mask)
-        assert torch.equal(got, want)
-        assert fed[0] == (20 if turn == 0 else 6)
-        tokens = join(got, random_tokens(1, 5, seed=turn))
-
-
-def test_a_cache_of_the_user():
-    """Given to `generate`, it takes the prompt by itself; `release` keeps what was generated."""
-    model = model_of("llama")
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, LONG)
-    cache = HFCache(model.config, prefix=prefix)
-    options = {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
-    first, fed = generate(model, tokens, **options)
-    assert fed[0] == LONG
-    longer = join(first, random_tokens(1, 4))
-    assert torch.equal(generate(model, longer, **options)[0], generate(model, longer)[0])  # without a release between
-    cache.release(first)
-    got, fed = generate(model, longer, **options)
-    assert fed[0] == 4  # the cache held more than `first` when it was released
-    assert torch.equal(got, generate(model, longer)[0])
-    cache.reset()
-    assert prefix.stats.sequences == 0
-
-
-@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_batch_with_padding(name, attention):
-    """Rows of different lengths and matches begin where all of them can; leading padding is not stored."""
-    model = model_of(name)
-    prefix = prefix_for(model)
-    texts = [random_tokens(1, n, seed=n) for n in (50, 33, 8)]
-    for text in texts:
-        generate(model, text, prefix, attention)
-    for rows, want_fed in (
-        ((texts[0], texts[1]), 1),
-        ((texts[0][:, :40], texts[1]), 1),
-        ((texts[0], join(texts[1][:, :20], random_tokens(1, 13))), 13),
-        ((join(texts[0][:, :30], random_tokens(1, 20)), texts[2]), 20),
-        ((random_tokens(1, 50, seed=19), texts[1]), 50),
-        ((texts[2], random_tokens(1, 50, seed=18), texts[1]), 50),
-    ):
-        width = max(row.shape[1] for row in rows)
-        tokens = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-        mask = (tokens != 0).long()
-        want, _ = generate(model, tokens, attention=attention, attention_mask=mask)
-        got, fed = generate(model, tokens, prefix, attention, attention_mask=mask)
-        assert torch.equal(got, want)
-        assert fed[0] == want_fed
-        got, fed = generate(model, tokens, prefix, attention, attention_mask=mask)
-        assert torch.equal(got, want)
-        assert fed[0] == 1
-    assert prefix.cache.sequences == []
-
-
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
-def test_hidden_tokens_in_the_middle(attention):
-    """Rows behind hidden tokens differ from the text's own: they are neither kept nor matched."""
-    model = model_of("llama")
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, LONG)
-    mask = torch.ones_like(tokens)
-    mask[:, 20:24] = 0
-    for _ in range(2):
-        got, fed = generate(model, tokens, prefix, attention, attention_mask=mask)
-        assert torch.equal(got, generate(model, tokens, attention=attention, attention_mask=mask)[0])
-    assert fed[0] == LONG - 19
-    got, fed = generate(model, tokens, prefix, attention)
-    assert torch.equal(got, generate(model, tokens, attention=attention)[0])
-    assert fed[0] == LONG - 20
-
-
 def test_hidden_tokens_that_acquire_was_not_told_of():
     model = model_of("llama")
     model.set_attn_implementation("kvcache")
@@ -341,23 +189,6 @@ def test_beams_in_a_cache_of_the_user(way):
     assert torch.equal(generate(model, longer, prefix)[0], generate(model, longer)[0])
 
 
-@pytest.mark.parametrize("has_prefix", [False, True])
-def test_a_draft_model_that_is_given_the_same_generation_config(has_prefix):
-    """It has a cache of its own, and its rows are not taken for the model's: one prefix cache is of one model."""
-    model = model_of("llama")
-    torch.manual_seed(5)
-    draft = transformers.AutoModelForCausalLM.from_config(model.config).eval()
-    prefix = prefix_for(model) if has_prefix else None
-    tokens = random_tokens(1, LONG)
-    want, _ = generate(model, tokens)
-    for _ in range(2):
-        got, _ = generate(model, tokens, prefix, assistant_model=draft)
-        assert torch.equal(got, want)
-        assert torch.equal(generate(model, tokens, prefix)[0], want)
-    if prefix is not None:
-        assert prefix.stats.sequences == 0
-
-
 @pytest.mark.parametrize("is_enabled", [False, True])
 def test_a_model_whose_first_layers_draft(is_enabled):
     """The draft has fewer layers than the cache of the prefix cache."""
@@ -373,90 +204,6 @@ def test_a_model_whose_first_layers_draft(is_enabled):
         assert torch.equal(model.generate(tokens, **options), want)
     assert prefix.stats.matched == LONG - 1
     assert prefix.stats.sequences == 0
-
-
-def test_assisted_generation_with_a_cache_of_the_user():
-    """It feeds the whole prompt, whatever the cache holds: so the cache begins anew, and the prompt is kept."""
-    model = model_of("llama")
-    draft = make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, LONG)
-    want, _ = generate(model, tokens)
-    generate(model, tokens, prefix)
-    for _ in range(2):
-        cache = HFCache(model.config, prefix=prefix)
-        assert cache.acquire(tokens) == LONG - 1
-        options = {"past_key_values": cache, "cache_implementation": None, "cache_config": None}
-        got, _ = generate(model, tokens, assistant_model=draft, **options)
-        assert torch.equal(got, want)
-        cache.release(got)
-        got, fed = generate(model, join(want, tokens[:, :3]), prefix)
-        assert fed[0] <= 4
-        assert torch.equal(got, generate(model, join(want, tokens[:, :3]))[0])
-
-
-def test_going_back():
-    """`crop` takes tokens back; tokens that are fed in their place are kept as themselves."""
-    model = model_of("llama")
-    model.set_attn_implementation("kvcache")
-    prefix = prefix_for(model)
-    tokens, others = random_tokens(1, LONG), random_tokens(1, LONG, seed=9)
-    others[:, :30] = tokens[:, :30]
-    cache = HFCache(model.config, prefix=prefix)
-    with torch.no_grad():
-        cache.acquire(tokens)
-        model(tokens, past_key_values=cache)
-        cache.crop(30 - LONG)
-        model(others[:, 30:], past_key_values=cache)
-        cache.release(others)
-    for one in (tokens, others):
-        got, _ = generate(model, one, prefix)
-        assert torch.equal(got, generate(model, one)[0])
-    cache.acquire(tokens)
-    assert cache.get_seq_length() == LONG - 1
-
-
-@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
-def test_going_back_into_the_padding(attention):
-    """Tokens that are fed then may begin behind other padding, and are no acquired prompts any more."""
-    model = model_of("llama")
-    model.set_attn_implementation(attention)
-    tokens, mask = random_tokens(2, LONG), torch.ones(2, LONG, dtype=torch.long)
-    mask[0, :20] = 0
-    with torch.no_grad():
-        for left, padding in ((0, 0), (0, 30), (10, 10), (10, 40), (20, 50)):
-            cache = HFCache(model.config, prefix=prefix_for(model))
-            cache.acquire(tokens, mask)
-            feed(model, cache, tokens, mask)
-            cache.crop(left - LONG)
-            mask2 = mask.clone()
-            mask2[0, left:padding], mask2[0, padding:] = 0, 1
-            feed(model, cache, tokens, mask2)
-            want = feed(model, HFCache(model.config, dtype="f32"), tokens, mask2)
-            torch.testing.assert_close(cache.layers[1].keys[1], want.layers[1].keys[1])
-            torch.testing.assert_close(cache.layers[1].keys[0, :, padding:], want.layers[1].keys[0, :, padding:])
-            cache.release(tokens)
-
-
-def feed(model, cache, tokens, mask):
-    """Feed what the cache has not seen."""
-    seen = cache.get_seq_length()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, seen:]
-    model(tokens[:, seen:], attention_mask=mask, position_ids=positions, past_key_values=cache)
-    return cache
-
-
-def test_crop_of_no_token_keeps_the_prompt():
-    model = model_of("llama")
-    model.set_attn_implementation("kvcache")
-    prefix, tokens = prefix_for(model), random_tokens(1, LONG)
-    cache = HFCache(model.config, prefix=prefix)
-    cache.acquire(tokens)
-    cache.crop(0)
-    with torch.no_grad():
-        model(tokens, past_key_values=cache)
-    cache.release()
-    assert cache.acquire(tokens) == LONG - 1
 
 
 def test_sequences_are_given_back():
@@ -482,77 +229,6 @@ def test_sequences_are_given_back():
     with pytest.raises(KeyboardInterrupt):
         generate(model, tokens, prefix, logits_processor=transformers.LogitsProcessorList([fail]))
     assert (prefix.stats.sequences, prefix.cache.sequences) == (0, [])
-
-
-def interrupt(model, at):
-    """Interrupt the model at its next pass number `at`, from 0 on. The handle's `remove` ends that."""
-    passes = iter(range(at + 1))
-
-    def stop(*_):
-        if next(passes, at) == at:
-            raise KeyboardInterrupt
-
-    return model.model.register_forward_pre_hook(stop)
-
-
-@pytest.mark.parametrize("known", [0, 32])
-@pytest.mark.parametrize("common", [20, 40])
-@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow), 3])
-def test_another_text_behind_an_interrupt(known, common, at):
-    """Tokens of either text are found as that text's alone, wherever the first was interrupted."""
-    model = model_of("llama")
-    first = random_tokens(2, LONG)
-    second = join(first[:, :common], random_tokens(2, 45, seed=1))
-    want = [generate(model, text)[0] for text in (first, second)]
-    prefix = prefix_for(model)
-    if known:
-        generate(model, first[:, :known], prefix)
-    cache = HFCache(model.config, prefix=prefix)
-    options = {"past_key_values": cache, "cache_implementation": None, "cache_config": None, "prefill_chunk_size": 7}
-    hook = interrupt(model, at)
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, first, **options)
-    hook.remove()
-    assert torch.equal(generate(model, second, **options)[0], want[1])
-    cache.release(want[1])
-    for text, answer in ((first, want[0]), (second, want[1])):
-        got, fed = generate(model, text, prefix)
-        assert torch.equal(got, answer)
-    assert fed[0] == 1
-
-
-def test_a_text_fed_by_hand_behind_an_interrupt():
-    """A cache that is empty takes any text, under no name of what `generate` was about to feed."""
-    model = model_of("llama")
-    prefix = prefix_for(model)
-    tokens, others = random_tokens(1, LONG), random_tokens(1, LONG, seed=1)
-    cache = HFCache(model.config, prefix=prefix)
-    hook = interrupt(model, 0)
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, tokens, past_key_values=cache, cache_implementation=None, cache_config=None)
-    hook.remove()
-    assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        model(others, past_key_values=cache)
-    cache.release(others)
-    assert torch.equal(generate(model, tokens, prefix)[0], generate(model, tokens)[0])
-
-
-@pytest.mark.parametrize("matched", [0, 20, LONG - 1])
-def test_generate_with_another_text_than_was_acquired(matched):
-    model = model_of("llama")
-    tokens, others = random_tokens(1, LONG), random_tokens(1, 45, seed=1)
-    others[:, :20] = tokens[:, :20]
-    for text in (others, tokens[:, :20]):
-        prefix = prefix_for(model)
-        if matched:
-            generate(model, tokens[:, :matched], prefix)
-        cache = HFCache(model.config, prefix=prefix)
-        assert cache.acquire(tokens) == matched
-        got, _ = generate(model, text, past_key_values=cache, cache_implementation=None, cache_config=None)
-        assert torch.equal(got, generate(model, text)[0])
-        cache.release(got)
-        assert torch.equal(generate(model, tokens, prefix)[0], generate(model, tokens)[0])
 
 
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
@@ -748,40 +424,6 @@ def test_wrong_calls():
         HFEncoderDecoderCache(model.config, prefix=prefix)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_loaded_cache_goes_on_in_the_memory_of_a_prefix_cache(tmp_path, name):
-    model = model_of(name)
-    tokens, mask = random_tokens(2, LONG), torch.ones(2, LONG, dtype=torch.long)
-    mask[1, :7] = 0
-    saved, options = HFCache(model.config, "f32"), {"attention_mask": mask, "cache_implementation": None}
-    first, _ = generate(model, tokens, past_key_values=saved, cache_config=None, **options)
-    saved.save(tmp_path / "chat", tokens=first)
-
-    prefix = prefix_for(model)
-    other, _ = prefix.acquire([1, 2, 3])  # an id of the file's
-    loaded = HFCache.load(model.config, tmp_path / "chat", prefix=prefix)
-    assert other not in loaded._passes.seq_ids
-    assert loaded._cache is prefix.cache
-    assert loaded.get_seq_length() == saved.get_seq_length()
-    longer = join(first, random_tokens(2, 4))
-    options["attention_mask"] = join(mask, torch.ones(2, longer.shape[1] - LONG, dtype=torch.long))
-    copied = copy.copy(loaded)
-    want, _ = generate(model, longer, past_key_values=saved, cache_config=None, **options)
-    for cache in (loaded, copied):
-        got, fed = generate(model, longer, past_key_values=cache, cache_config=None, **options)
-        assert fed[0] == 5
-        assert torch.equal(got, want)
-    with pytest.raises(ValueError, match="the cache holds tokens"):
-        loaded.acquire(tokens)
-    loaded.release(got)
-    copied.crop(-3)
-    copied.release(got)
-    assert prefix.cache.sequences == []
-    assert prefix.acquire(got[0].tolist())[1] == 0  # a file does not say which rows were computed under a mask
-    assert loaded.acquire(tokens, mask) == 0
-    loaded.reset()
-
-
 def test_beams_that_were_saved_and_loaded_are_released(tmp_path):
     """With the texts that the beam search returned, one for each prompt, as before they were saved."""
     model = model_of("llama")
@@ -795,27 +437,6 @@ def test_beams_that_were_saved_and_loaded_are_released(tmp_path):
     loaded.release(texts)
     assert prefix.stats.sequences == before
     prefix.cache.validate()
-
-
-def test_a_loaded_cache_that_is_dropped_or_is_given_another_text(tmp_path):
-    model = model_of("llama")
-    saved, tokens = HFCache(model.config, "f32"), random_tokens(1, LONG)
-    options = {"cache_implementation": None, "cache_config": None}
-    generate(model, tokens, past_key_values=saved, **options)
-    saved.save(tmp_path / "chat")
-    prefix = prefix_for(model)
-    caches = [HFCache.load(model.config, tmp_path / "chat", prefix=prefix) for _ in range(2)]
-    want = generate(model, tokens)[0]
-    assert torch.equal(generate(model, tokens, past_key_values=caches[0], **options)[0], want)  # it begins alike
-    caches[0].reset()
-    for _ in range(2):
-        got, _ = generate(model, tokens, past_key_values=caches[0], **options)
-        assert torch.equal(got, want)
-        caches[0].release(got)
-    assert prefix.stats.matched == LONG - 1
-    caches.clear()
-    gc.collect()
-    assert prefix.cache.sequences == []
 
 
 def test_a_file_that_a_prefix_cache_does_not_fit(tmp_path):
@@ -857,34 +478,6 @@ def test_images_are_not_matched():
     assert cache.acquire(tokens) == first - 1
 
 
-def test_images_of_a_second_turn_are_not_kept():
-    config = CONFIGS["llama"]()
-    config.image_token_id = 90
-    model = make(config)
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, LONG)
-    tokens[tokens == 90] = 9
-    cache = HFCache(config, prefix=prefix)
-    for text in (tokens, torch.cat([tokens, tokens], 1)):
-        text[:, LONG:][:, 5:] = 90
-        with torch.inference_mode():
-            model(text[:, cache.acquire(text) if cache.beginnings.is_open else LONG :], past_key_values=cache)
-    cache.release(text)
-    assert prefix.acquire(text[0].tolist())[1] == LONG + 5
-
-
-def test_a_model_of_images_that_is_given_none():
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    config = transformers.LlavaConfig(vision_config=vision, text_config=CONFIGS["llama"](), image_token_id=90)
-    model = make(config, transformers.AutoModelForImageTextToText)
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, LONG)
-    tokens[tokens == 90] = 9
-    assert [generate(model, tokens, prefix)[1][0] for _ in range(2)] == [LONG, 1]
-
-
 def test_a_way_to_generate_that_returns_something_else():
     """The cache cannot know the tokens behind a user function's result: the prompt alone is kept."""
     model = model_of("llama")
@@ -900,19 +493,6 @@ def test_a_way_to_generate_that_returns_something_else():
         assert made == "words"
         assert passes[0] == fed
     assert prefix.stats.sequences == 0
-
-
-def test_embeddings_are_not_matched():
-    model = model_of("llama")
-    prefix = prefix_for(model)
-    tokens = random_tokens(1, LONG)
-    generate(model, tokens, prefix)
-    model.set_attn_implementation("kvcache")
-    given = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}}
-    embedded = model.get_input_embeddings()(tokens)
-    got = model.generate(inputs_embeds=embedded, **GREEDY, **given)
-    assert torch.equal(got, generate(model, tokens)[0][:, LONG:])
-    assert prefix.stats.requests == 1
 
 
 def test_a_model_whose_config_wants_no_cache():
@@ -936,33 +516,6 @@ def test_a_model_whose_config_wants_no_cache():
         ):
             model.generate(tokens, past_key_values=kind, **GREEDY)
     assert prefix.stats == before
-
-
-def neox():
-    return make(transformers.GPTNeoXConfig(**{**BASE, "num_key_value_heads": 4}, rotary_pct=0.5))
-
-
-@pytest.mark.parametrize("model_for", [lambda: model_of("llama"), lambda: model_of("gemma3"), neox])
-def test_what_moved_is_rotated_as_the_configuration_says(model_for):
-    """Keys behind a cut have their new positions. In the first layer a key depends on its token alone."""
-    model = model_for()
-    with pytest.raises(kvcache.NotSupportedError, match=r"reuse_min_tokens moves tokens, .* make the cache with rope="):
-        prefix_for(model, reuse_min_tokens=64)
-    ropes = [layer.rope for layer in kvcache.KVCache.from_config(model.config.to_dict()).layers]
-    prefix = prefix_for(model, reuse_min_tokens=64, rope=ropes)
-    tokens = random_tokens(1, 300)
-    generate(model, tokens, prefix)
-    cut = torch.cat([tokens[:, :50], tokens[:, 101:]], 1)
-    with torch.inference_mode():
-        cache, fresh = HFCache(model.config, prefix=prefix), HFCache(model.config, "f32")
-        assert cache.acquire(cut) == cut.shape[1] - 1
-        model(cut[:, -1:], past_key_values=cache)
-        model(cut, past_key_values=fresh)
-    assert prefix.stats.reused == cut.shape[1] - 51
-    length = fresh.layers[0].keys.shape[2]  # fewer in a window
-    assert torch.allclose(cache.layers[0].keys[:, :, -length:], fresh.layers[0].keys, atol=1e-4)
-    cache.release(cut)
-    assert prefix.stats.sequences == 0
 
 
 def test_the_memory_goes_with_its_last_user():
