@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import HYBRID, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import HYBRID, prepared, random_tokens  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - as above
 from kvcache.hf import HFCache, enable  # noqa: E402 - as above
@@ -25,12 +25,6 @@ ENDING = 8
 
 class Failure(BaseException):
     """Raised in the middle of a pass."""
-
-
-def prepared(name):
-    model = model_of(name)
-    model.set_attn_implementation("kvcache")
-    return model
 
 
 def new_cache(model, **options):
@@ -143,23 +137,6 @@ def test_rows_with_padding_that_move(name):
         torch.testing.assert_close(got[shown], want[shown], rtol=0, atol=1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_copies_go_back_by_themselves(name):
-    model, text, other = prepared(name), random_tokens(1, 40), random_tokens(1, 10, seed=9)
-    cache, like, ahead = (new_cache(model) for _ in range(3))
-    fed_in(model, cache, text[:, :20], text[:, 20:30])
-    copied = copy.deepcopy(cache)
-    cache.crop(-10)
-    for each in (like, ahead):
-        feed(model, each, text[:, :20])
-    feed(model, ahead, text[:, 20:30])
-    assert torch.equal(feed(model, copied, text[:, 30:]), feed(model, ahead, text[:, 30:]))
-    copied.crop(20 - 40)
-    want = feed(model, like, other)
-    assert torch.equal(feed(model, cache, other), want)
-    assert torch.equal(feed(model, copied, other), want)
-
-
 @pytest.mark.parametrize("name", sorted(QUICK))
 def test_four_are_kept(name):
     """Behind 53 tokens and 64 they are dropped: without these, the fewest tokens are fed again."""
@@ -211,19 +188,6 @@ def test_a_pass_that_fails_behind_all_rows(num_back):
     assert torch.equal(feed(model, cache, text[:, 35:]), feed(model, like, text[:, 35:]))
 
 
-def test_a_step_that_fails_leaves_earlier_states():
-    model, text = prepared("qwen3_next"), random_tokens(1, 40)
-    cache, like = new_cache(model), new_cache(model)
-    fed_in(model, cache, text[:, :20], text[:, 20:30])
-    feed_failing(model, cache, text[:, 30:31], layer=0)
-    cache.crop(0)
-    with pytest.raises(ValueError, match=r"did not go through all layers.*behind 20 tokens: crop to there, or reset"):
-        feed(model, cache, text[:, 30:31])
-    cache.crop(-10)
-    feed(model, like, text[:, :20])
-    assert torch.equal(feed(model, cache, text[:, 20:]), feed(model, like, text[:, 20:]))
-
-
 def test_a_failure_on_the_way_back(monkeypatch):
     """The cache forgets all, because its states are of no column."""
     model, text = prepared("qwen3_next"), random_tokens(1, 40)
@@ -251,54 +215,6 @@ def test_convolutions_that_are_recorded_go_back_further():
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_convolutions_that_see_the_whole_text(recorded):
-    """They have all tokens of a text that is no longer than they see."""
-    model, text = prepared("lfm2"), random_tokens(1, 20)
-    for left in (1, 2):
-        cache, like = new_cache(model), new_cache(model)
-        if recorded:
-            cache.activate_past_recording()
-        feed(model, cache, text[:, :3])
-        cache.crop(left - 3)
-        feed(model, like, text[:, :left])
-        for begin, end in ((3, 4), (4, 9), (9, 10)):
-            got, want = (feed(model, each, text[:, begin:end]) for each in (cache, like))
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", sorted(QUICK))
-def test_bytes_are_counted_once(name):
-    """Beams and copies share kept states."""
-    model = prepared(name)
-    cache, text = new_cache(model), random_tokens(1, 40)
-    feed(model, cache, text[:, :20])
-    one = cache.stats()["state_bytes"]
-    feed(model, cache, text[:, 20:30])
-    two = cache.stats()["state_bytes"]
-    assert one < len(cache.recurrent.state_of(0)) + one == two
-    cache.batch_repeat_interleave(3)
-    assert cache.stats()["state_bytes"] == two + 2 * one
-    assert cache.nbytes == cache._cache.nbytes + two + 2 * one
-    cache.crop(-11 + 1)
-    assert cache.stats()["state_bytes"] == two + 2 * one
-    cache.reset()
-    assert cache.stats()["state_bytes"] == 0
-
-
-def test_windows_that_have_moved_on():
-    """Kept states are of no use without the rows."""
-    model, text = prepared("falcon_h1"), random_tokens(1, 400)
-    cache = new_cache(model, policy=kvcache.SlidingWindow(4))
-    fed_in(model, cache, text[:, :20], text[:, 20:25], text[:, 25:375], text[:, 375:376])
-    with pytest.raises(kvcache.RowsGoneError):
-        cache.crop(20 - 376)
-    assert cache.get_seq_length() == 376
-    like = new_cache(model, policy=kvcache.SlidingWindow(4))
-    fed_in(model, like, text[:, :20], text[:, 20:25], text[:, 25:375], text[:, 375:376])
-    assert torch.equal(feed(model, cache, text[:, 376:]), feed(model, like, text[:, 376:]))
-
-
 # ---- generate
 
 
@@ -318,32 +234,6 @@ def test_an_edited_turn(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_prompt_again(name):
-    """Also with another ending, as a template gives a turn that is no longer the last."""
-    model, prompt = prepared(name), random_tokens(2, LONG)
-    cache = new_cache(model)
-    want, _ = generate(model, cache, prompt)
-    got, fed = generate(model, cache, prompt)
-    assert fed == [ENDING]
-    assert torch.equal(got, want)
-    for num_other in (ENDING, 3):
-        text = then(prompt[:, : LONG - num_other], 20, seed=num_other)
-        got, fed = generate(model, cache, text)
-        assert fed == [20 + ENDING - num_other]
-        like = new_cache(model)
-        feed(model, like, prompt[:, : LONG - ENDING])
-        assert torch.equal(got, generate(model, like, text)[0])
-
-
-def test_a_cache_by_either_name():
-    model, prompt = prepared("lfm2"), random_tokens(1, LONG)
-    for name in ("cache", "past_key_values"):
-        cache = new_cache(model)
-        for fed in ([LONG - ENDING, ENDING], [ENDING]):
-            assert generate(model, cache, prompt, name=name)[1] == fed
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_padding(name):
     """One row is shorter than what is fed behind kept states."""
     model, prompt = prepared(name), random_tokens(3, LONG)
@@ -360,18 +250,6 @@ def test_padding(name):
         want, _ = generate(model, fresh, text, mask)
         assert torch.equal(got, want) or name in APART
         fresh.reset()
-
-
-def test_beams():
-    """Their rows move, and so do the states that were kept before them."""
-    model = prepared("qwen3_next")
-    cache, options = new_cache(model), {"num_beams": 3, "num_return_sequences": 2}
-    first, _ = generate(model, cache, random_tokens(2, LONG), **options)
-    for prompt in (random_tokens(2, LONG), then(random_tokens(2, LONG)[:, :95], 9, 1)):
-        got, fed = generate(model, cache, prompt, **options)
-        assert fed == [prompt.shape[1] - LONG + ENDING]
-        assert torch.equal(got, generate(model, new_cache(model), prompt, **options)[0])
-    assert first.shape == (4, LONG + 8)
 
 
 def test_what_keeps_no_states_of_a_prompt():
@@ -422,17 +300,3 @@ def test_a_generate_that_fails(name, at):
         got, fed = generate(model, copy.deepcopy(cache), text)
         assert fed == [10]
         assert torch.equal(got, generate(model, copy.deepcopy(like), text)[0])
-
-
-def test_a_loaded_cache_keeps_what_it_then_feeds(tmp_path):
-    """A file has the last states alone: from there, the next turn can be edited."""
-    model = prepared("qwen3_next")
-    cache = new_cache(model)
-    first, _ = generate(model, cache, random_tokens(1, LONG))
-    cache.save(tmp_path / "chat")
-    loaded = HFCache.load(model.config, tmp_path / "chat")
-    for seed in (1, 2):
-        got, fed = generate(model, loaded, then(first, 9, seed))
-        assert fed == [10]
-        assert torch.equal(got, generate(model, cache, then(first, 9, seed))[0])
-    assert generate(model, HFCache.load(model.config, tmp_path / "chat"), random_tokens(1, LONG))[1] == [92, 8]

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, HYBRID, MAMBA, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, HYBRID, MAMBA, make, prepared, random_tokens  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - as above
 from kvcache import StateFormatError, state  # noqa: E402 - as above
@@ -24,24 +24,17 @@ NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for
 LOADING = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from support.hf_pairs import model_of
+from support.hf_pairs import prepared
 from kvcache.hf import HFCache
 for name in sys.argv[3:]:
     path = sys.argv[2] + "/" + name
-    model = model_of(name)
-    model.set_attn_implementation("kvcache")
+    model = prepared(name)
     cache = HFCache.load(model.config, path)
     tokens = torch.load(path + ".tokens")
     options = dict(do_sample=False, max_new_tokens=8, pad_token_id=0)
     more = model.generate(tokens, attention_mask=torch.ones_like(tokens), past_key_values=cache, **options)
     torch.save(more, path + ".more")
 """
-
-
-def prepared(name):
-    model = model_of(name)
-    model.set_attn_implementation("kvcache")
-    return model
 
 
 def generate(model, cache, tokens, mask=None, **options):

@@ -126,6 +126,13 @@ def model_of(name: str) -> Any:
     return MADE[name]
 
 
+def prepared(name: str) -> Any:
+    """Return the same model with this package's attention."""
+    model = model_of(name)
+    model.set_attn_implementation("kvcache")
+    return model
+
+
 def make(config: Any, auto: Any = transformers.AutoModelForCausalLM) -> Any:
     """Make a model with random weights."""
     torch.manual_seed(0)
