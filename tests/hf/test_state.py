@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,12 +13,8 @@ transformers = pytest.importorskip("transformers")
 from support.hf_pairs import (  # noqa: E402 - torch may be missing
     BASE,
     CONFIGS,
-    MIXED,
-    SLIDING,
     SPEECH,
     TWO_SIDED,
-    VOCAB,
-    make,
     model_of,
     random_tokens,
     two_sided,
@@ -31,7 +26,6 @@ from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
-WIDE = SLIDING | {"head_dim": 32}  # which quantised types need
 HIDDEN = {
     "none": [(), (), ()],
     "left": [(), range(5), range(11)],
@@ -97,103 +91,6 @@ def test_generate_goes_on(tmp_path, name, hidden):
     assert loaded.get_seq_length() == cache.get_seq_length() - 1
 
 
-PROGRAM = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from kvcache.hf import HFCache
-from support.hf_pairs import SLIDING, make
-import transformers
-model = make(transformers.MistralConfig(**SLIDING | {"head_dim": 32}))
-model.set_attn_implementation("kvcache")
-cache = HFCache.load(model.config, sys.argv[2], fingerprint="a mistral", secret=b"secret")
-tokens = torch.tensor([eval(sys.argv[3])])
-tokens = model.generate(tokens, past_key_values=cache, do_sample=False, max_new_tokens=7)
-print(tokens[0].tolist(), cache.get_seq_length(), cache.stats()["calls"]["kernel"])
-"""
-
-
-def test_another_process_goes_on(tmp_path):
-    model = make(transformers.MistralConfig(**WIDE))
-    whole, cache = (HFCache(model.config, dtype="q8_0", transform="hadamard") for _ in range(2))
-    first = generate(model, cache, random_tokens(1, 30), count=7)
-    cache.save(tmp_path / "chat", tokens=first, fingerprint="a mistral", secret=b"secret")
-    assert cache.get_seq_length() == 36
-    code = [sys.executable, "-W", "ignore", "-c", PROGRAM, Path(__file__).parents[1], tmp_path / "chat"]
-    done = subprocess.run([*code, str(first[0].tolist())], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    second, _, numbers = done.stdout.rpartition("] ")
-    assert numbers.split() == ["43", "28"]  # 7 passes of 4 layers: the prompt was not computed again
-    assert generate(model, whole, random_tokens(1, 30), count=14)[0].tolist() == eval(f"{second}]")
-
-
-def test_rows_of_the_batch_stay_in_order(tmp_path):
-    model, cache, tokens = filled(tmp_path, rows=3)
-    order = [2, 0, 2, 1]
-    cache.batch_select_indices(order)
-    cache.save(tmp_path / "chat", tokens=tokens[order])
-    loaded = HFCache.load(model.config, tmp_path / "chat")
-    assert loaded.stats()["live_slots"] == cache.stats()["live_slots"]  # rows that two share are shared again
-    assert torch.equal(generate(model, loaded, tokens[order]), generate(model, cache, tokens[order]))
-    assert loaded._passes.seq_ids == [0, 1, 2, 3]
-    assert loaded._passes.new_ids(1)[0] >= 4
-
-
-def test_beams_go_on(tmp_path):
-    model, tokens = model_of("gemma3"), random_tokens(2, 24)
-    cache = HFCache(model.config, dtype="f32")
-    model.set_attn_implementation("kvcache")
-    model.generate(tokens, past_key_values=cache, num_beams=3, max_new_tokens=5, do_sample=False)
-    cache.save(tmp_path / "chat")
-    loaded = HFCache.load(model.config, tmp_path / "chat")
-    assert loaded.batch_size == 6
-    more = random_tokens(6, 3, seed=1)
-    with torch.inference_mode():
-        got, want = (model(more, past_key_values=one).logits for one in (loaded, cache))
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
-def test_a_model_in_half_precision_goes_on(tmp_path, attention):
-    model = make(transformers.MistralConfig(**SLIDING)).to(torch.bfloat16)
-    cache = HFCache(model.config, "bf16")
-    tokens = generate(model, cache, random_tokens(2, 20))
-    cache.save(tmp_path / "chat")
-    loaded = HFCache.load(model.config, tmp_path / "chat")
-    model.set_attn_implementation(attention)
-    options = {"do_sample": False, "max_new_tokens": 6}
-    with torch.inference_mode():
-        want = model.generate(tokens, past_key_values=cache, **options)
-        assert torch.equal(model.generate(tokens, past_key_values=loaded, **options), want)
-    assert loaded.layers[0].keys.dtype == torch.bfloat16
-
-
-def test_options_and_tokens_are_kept(tmp_path):
-    policy = kvcache.SlidingWindow(9, num_sink_tokens=2)
-    model = make(transformers.LlamaConfig(**BASE | {"head_dim": 32}))
-    _, cache, tokens = filled(tmp_path, model, policy=policy, dtype="q4_0", transform="hadamard")
-    with pytest.raises(StateFormatError, match=r"layer 0 of attention has .*SlidingWindow\(.* and the policy, that it"):
-        HFCache.load(model.config, tmp_path / "chat")
-    loaded = HFCache.load(model.config, tmp_path / "chat", policy=policy)
-    assert "dtype='q4_0', transform='hadamard'" in repr(loaded)
-    assert loaded.policy == cache.policy
-    assert torch.equal(generate(model, loaded, tokens), generate(model, cache, tokens))
-    saved = state.inspect(tmp_path / "chat", verify=True).sequences
-    assert [one.tokens.tolist() for one in saved[:2]] == tokens[:, :25].tolist()
-
-
-def test_padding_is_no_token(tmp_path):
-    model, tokens = model_of("llama"), random_tokens(2, 10)
-    mask = torch.ones_like(tokens)
-    mask[1, :4] = 0
-    cache = HFCache(model.config)
-    tokens = generate(model, cache, tokens, mask)
-    cache.save(tmp_path / "chat", tokens=tokens)
-    first, second, _ = state.inspect(tmp_path / "chat").sequences
-    assert first.tokens.tolist() == tokens[0, :15].tolist()
-    assert second.tokens.tolist() == tokens[1, 4:15].tolist()
-
-
 def test_other_models_are_refused(tmp_path):
     model, _, _ = filled(tmp_path)
     for name in ("mistral", "gemma3"):
@@ -247,24 +144,6 @@ def test_wrong_arguments_are_named(tmp_path):
         HFCache.make_kv_cache(model.config, block_size=4096)
 
 
-@pytest.mark.parametrize("shape", [(2, 24), (3, 25), (25,)])
-def test_tokens_of_another_shape_are_refused(tmp_path, shape):
-    _, cache, _ = filled(tmp_path)
-    before = (tmp_path / "chat").read_bytes()
-    with pytest.raises(ValueError, match=r"tokens has the shape .*: integers \[2, 25\] are needed"):
-        cache.save(tmp_path / "chat", tokens=torch.ones(shape, dtype=torch.long))
-    assert (tmp_path / "chat").read_bytes() == before
-    assert cache.get_seq_length() == 25
-
-
-def test_an_empty_cache(tmp_path):
-    model = model_of("llama")
-    HFCache(model.config, dtype="f32").save(tmp_path / "chat")
-    loaded = HFCache.load(model.config, tmp_path / "chat")
-    tokens = random_tokens(2, 8)
-    assert torch.equal(generate(model, loaded, tokens), generate(model, HFCache(model.config, dtype="f32"), tokens))
-
-
 def test_tokens_after_beams(tmp_path):
     """The cache has the rows of all beams: an error says how to keep the returned text's rows alone."""
     model = model_of("llama")
@@ -280,16 +159,6 @@ def test_tokens_after_beams(tmp_path):
     loaded, more = HFCache.load(model.config, tmp_path / "chat"), torch.cat([text, random_tokens(1, 3)], 1)
     want = model.generate(more, past_key_values=HFCache(model.config, dtype="f32"), **options)
     assert torch.equal(model.generate(more, past_key_values=loaded, **options), want)
-
-
-def test_a_failed_pass_is_no_part(tmp_path):
-    model, cache, tokens = filled(tmp_path)
-    broken = model.model.layers[2].register_forward_hook(lambda *_: 1 / 0)
-    with torch.inference_mode(), pytest.raises(ZeroDivisionError):
-        model(tokens[:, 25:], past_key_values=cache)
-    broken.remove()
-    cache.save(tmp_path / "chat")
-    assert HFCache.load(model.config, tmp_path / "chat").get_seq_length() == 25
 
 
 def speak(model, inputs, cache, tokens, attention="kvcache", **options):
@@ -328,36 +197,6 @@ def test_a_model_with_an_encoder_goes_on(tmp_path, name, attention):
     prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model_of("llama").config), fingerprint="a model")
     with pytest.raises(NotSupportedError, match="leave prefix out"):
         HFEncoderDecoderCache.load(model.config, tmp_path / "speech", prefix=prefix)
-
-
-def test_beams_of_a_model_with_an_encoder_go_on(tmp_path):
-    """The encoder's rows, which all beams of a text share, are in the file once."""
-    model, inputs = two_sided("bart")
-    cache = HFEncoderDecoderCache(model.config, dtype="f16", max_source_len=30)
-    speak(model, inputs, cache, inputs["decoder_input_ids"], num_beams=3)
-    cache.save(tmp_path / "speech")
-    loaded = HFEncoderDecoderCache.load(model.config, tmp_path / "speech")
-    for one, part in zip(loaded._parts, cache._parts, strict=True):
-        assert one.batch_size == 6
-        assert one.stats()["live_slots"] == part.stats()["live_slots"]
-        assert one._cache.layers == part._cache.layers
-    more = {
-        "decoder_input_ids": torch.arange(4, 10)[:, None],
-        "attention_mask": inputs["attention_mask"][[0] * 3 + [1] * 3],
-    }
-    source = torch.zeros(6, 23, 64)
-    with torch.inference_mode():
-        got, want = (model(encoder_outputs=(source,), past_key_values=one, **more).logits for one in (loaded, cache))
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-def test_empty_caches_of_a_model_with_an_encoder(tmp_path):
-    model, inputs = two_sided("bart")
-    HFEncoderDecoderCache(model.config, max_source_len=30).save(tmp_path / "speech")
-    loaded = HFEncoderDecoderCache.load(model.config, tmp_path / "speech")
-    tokens = inputs["decoder_input_ids"]
-    want = speak(model, inputs, HFEncoderDecoderCache(model.config, max_source_len=30), tokens)
-    assert torch.equal(speak(model, inputs, loaded, tokens), want)
 
 
 def saved_speech(tmp_path, **options):
@@ -443,32 +282,3 @@ def test_the_parts_of_a_file_belong_together(tmp_path):
     )
     with pytest.raises(StateFormatError, match="bad: altered: the rows of the encoder are not those of the batch"):
         HFEncoderDecoderCache.load(model.config, tmp_path / "bad")
-
-
-def test_layers_without_rows_are_no_obstacle(tmp_path):
-    """Layers that read another layer's rows."""
-    config = transformers.Gemma3nTextConfig(
-        **MIXED | {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6},
-        num_kv_shared_layers=2, vocab_size_per_layer_input=VOCAB, laurel_rank=4, hidden_size_per_layer_input=8,
-        activation_sparsity_pattern=[0.0] * 6,
-    )  # fmt: skip
-    cache = HFCache(config)
-    cache.save(tmp_path / "chat")
-    assert HFCache.load(config, tmp_path / "chat").batch_size == -1
-
-
-def test_with_a_prefix_cache(tmp_path):
-    """Only the batch's sequences are saved, not all that the prefix cache keeps."""
-    model = model_of("llama")
-    kv_cache = HFCache.make_kv_cache(model.config, "f32", block_size=4)
-    prefix = kvcache.PrefixCache(kv_cache, fingerprint="llama")
-    tokens = random_tokens(2, 20)
-    for _ in range(2):
-        cache = HFCache(model.config, prefix=prefix)
-        text = generate(model, cache, tokens)
-        cache.save(tmp_path / "chat", tokens=text)
-        want = generate(model, cache, text)
-        cache.release(want)
-    assert len(state.inspect(tmp_path / "chat").sequences) == 3
-    loaded = HFCache.load(model.config, tmp_path / "chat")
-    assert torch.equal(generate(model, loaded, text), want)
