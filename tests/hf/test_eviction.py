@@ -1,7 +1,6 @@
 """`HFCache.evict`: attention over the tokens that stay, beside transformers' own attention with the others hidden."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -192,28 +191,6 @@ def test_a_prompt_longer_than_what_is_fed_again_at_once(monkeypatch):
     assert len(found[0]) == len(found[1]) == 60
 
 
-def test_copies_beams_and_going_back():
-    model, tokens = model_of(), texts()
-    cache = HFCache(model.config, "f32")
-    cache.note_queries(8)
-    prefill(model, cache, tokens)
-    whole = copy.deepcopy(cache)
-    cache.batch_repeat_interleave(2)
-    cache.evict(future, 0.5)
-    kept = columns_of(cache)
-    assert kept[0].tolist() == kept[1].tolist()
-    whole.evict(future, 0.5)
-    assert columns_of(whole)[0].tolist() == kept[0].tolist()
-    found = logits_of(model, cache, tokens.repeat(2, 1))
-    cache.crop(-NEW)
-    torch.testing.assert_close(logits_of(model, cache, tokens.repeat(2, 1)), found)
-    other = copy.deepcopy(whole)
-    torch.testing.assert_close(logits_of(model, other, tokens)[0], found[0])
-    torch.testing.assert_close(logits_of(model, whole, tokens)[0], found[0])
-    other.crop(-NEW - 5)
-    assert len(columns_of(other)[0]) == 55
-
-
 def test_rows_that_were_cut_off_within_a_gap_are_not_read():
     model, tokens = model_of(), texts()
     cache = HFCache(model.config, "f32")
@@ -224,40 +201,6 @@ def test_rows_that_were_cut_off_within_a_gap_are_not_read():
         _ = cache.layers[0].keys
     cache.crop(28 - 80)
     assert cache.layers[0].keys.shape[2] == 28
-
-
-def test_a_copy_whose_pass_has_not_ended():
-    model, tokens = model_of(), texts()
-    cache = HFCache(model.config, "f32")
-    prefill(model, cache, tokens)
-    other = copy.deepcopy(cache)
-    right = logits_of(model, copy.deepcopy(cache), tokens)
-    first = logits_of(model, other, tokens[:, : LENGTH + 1])
-    cache.evict(third, 0.5)
-    assert len(columns_of(cache)[0]) == 60
-    torch.testing.assert_close(torch.cat([first, logits_of(model, other, tokens, begin=LENGTH + 1)], 1), right)
-
-
-def test_threads_share_a_prefix_cache():
-    model = model_of()
-    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "f32", block_size=16), fingerprint="x")
-
-    def logits_after_eviction(seed):
-        own, tokens, found = copy.deepcopy(model), random_tokens(1, LENGTH + NEW, seed), []
-        for _ in range(6):
-            cache = HFCache(model.config, prefix=prefix)
-            matched = cache.acquire(tokens[:, :LENGTH])
-            with torch.inference_mode():
-                own(tokens[:, matched:LENGTH], past_key_values=cache)
-            cache.evict(third, 0.5)
-            found.append(logits_of(own, cache, tokens))
-            cache.release()
-        return found
-
-    with ThreadPoolExecutor(4) as threads:
-        for found in threads.map(logits_after_eviction, range(4)):
-            for each in found[1:]:
-                torch.testing.assert_close(each, found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_policy_that_feeds_a_copy_or_the_cache_itself():
@@ -277,45 +220,6 @@ def test_a_policy_that_feeds_a_copy_or_the_cache_itself():
     cache.crop(-NEW)
     cache.evict(lambda prompt: feeding(prompt, True), 0.5)
     assert len(columns_of(cache)[0]) == 60
-
-
-def test_a_saved_cache(tmp_path):
-    model, tokens = model_of(), texts()
-    cache = HFCache(model.config, "f32")
-    prefill(model, cache, tokens)
-    cache.evict(third, 0.5)
-    cache.save(tmp_path / "state")
-    loaded = HFCache.load(model.config, tmp_path / "state")
-    assert loaded.get_seq_length() == LENGTH
-    torch.testing.assert_close(logits_of(model, loaded, tokens), logits_of(model, cache, tokens))
-
-
-def test_prefixes_are_not_of_evicted_rows():
-    model, tokens = model_of(), texts()
-    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "f32", block_size=16), fingerprint="x")
-    fresh = HFCache(model.config, "f32")
-    prefill(model, fresh, tokens)
-    right = logits_of(model, fresh, tokens)
-    for _ in range(2):
-        cache = HFCache(model.config, prefix=prefix)
-        matched = cache.acquire(tokens)
-        with torch.inference_mode():
-            model(tokens[:, matched:LENGTH], past_key_values=cache)
-        torch.testing.assert_close(logits_of(model, copy.deepcopy(cache), tokens), right, rtol=1e-4, atol=1e-5)
-        cache.evict(third, 0.5)
-        logits_of(model, cache, tokens)
-        cache.release(tokens)
-
-
-def test_generate_goes_on():
-    model, tokens = model_of(), texts()
-    cache = HFCache(model.config)
-    prefill(model, cache, tokens)
-    cache.evict(third, 0.5)
-    made = model.generate(tokens, past_key_values=cache, max_new_tokens=5, do_sample=False)
-    assert made.shape == (1, LENGTH + NEW + 5)
-    assert cache.get_seq_length() == LENGTH + NEW + 4
-    assert len(columns_of(cache)[0]) == 60 + NEW + 4
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
@@ -369,32 +273,6 @@ def test_eviction_needs_the_kernels():
     assert len(columns_of(cache)[0]) == (LENGTH + NEW) // 2
 
 
-INKLING = {"moe_intermediate_size": 32, "n_routed_experts": 4, "swa_num_attention_heads": 4}
-INKLING |= {"swa_num_key_value_heads": 2, "swa_head_dim": 16, "num_experts_per_tok": 2}
-WITHOUT_KERNELS = {  # what the models do with their rows first, or add to the scores
-    "they are divided in two": (transformers.DiffLlamaConfig, {}),
-    "they make a mask": (transformers.DogeConfig, {}),
-    "they are repeated": (transformers.JetMoeConfig, {"kv_channels": 16, "num_local_experts": 4}),
-    "a bias by position": (transformers.InklingTextConfig, INKLING),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_KERNELS)
-def test_models_without_kernels_are_refused(name):
-    kind, changes = WITHOUT_KERNELS[name]
-    model = model_of(kind, **changes)
-    cache = HFCache(model.config, "f32")
-    cache.note_queries()
-    with torch.no_grad():
-        model(random_tokens(1, 60) % 80, past_key_values=cache, use_cache=True)
-    for policy in (future, third):
-        with pytest.raises(kvcache.NotSupportedError, match=DENSE):
-            cache.evict(policy, 0.5)
-    with torch.no_grad():
-        model(random_tokens(1, 1) % 80, past_key_values=cache, use_cache=True)
-    assert cache.get_seq_length() == 61
-
-
 def test_queries_are_noted_if_the_kernels_do_not_know_a_mask():
     model, tokens = model_of(), texts()
     kept = []
@@ -438,32 +316,6 @@ def test_a_model_with_an_encoder_reads_nothing_again():
         cache.self_attention_cache.evict(kvzip, model=model, input_ids=tokens)
     cache.self_attention_cache.evict(third)
     assert [len(each) for each in columns_of(cache.self_attention_cache)] == [36, 36]
-
-
-@pytest.mark.slow
-def test_a_compiled_model_has_the_same_queries():
-    model, tokens = model_of(num_hidden_layers=1), texts()
-    kept = []
-    for each in (model, torch.compile(model, backend="eager")):
-        cache = HFCache(model.config, "f32")
-        cache.note_queries(8)
-        prefill(each, cache, tokens)
-        cache.evict(future, 0.5)
-        kept.append(columns_of(cache)[0].tolist())
-    assert kept[0] == kept[1]
-
-
-def test_reset_goes_on_noting():
-    model, tokens = model_of(), texts()
-    cache = HFCache(model.config)
-    cache.note_queries(8)
-    kept = []
-    for _ in range(2):
-        prefill(model, cache, tokens)
-        cache.evict(future, 0.5)
-        kept.append(columns_of(cache)[0].tolist())
-        cache.reset()
-    assert kept[0] == kept[1]
 
 
 def test_refused():
