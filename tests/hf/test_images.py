@@ -205,32 +205,6 @@ def told(request):
     return Told(request.param)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_same_picture_and_text(name):
-    told = Told(name)
-    prompt = told.show(7, "1", 9)
-    told.check(*prompt, 0)
-    tokens, given = prompt
-    got, found = told.answer(tokens, given)
-    assert found == tokens.shape[1] - 1  # also of recurrent layers
-    assert torch.equal(got, told.answer(tokens, given, prefixed=False)[0])
-
-
-def test_another_picture(told):
-    told.check(*told.show(7, "1", 9), 0)
-    told.check(*told.show(7, "2", 9), 7)
-    told.check(*told.show(7, 9), 7)
-
-
-def test_two_pictures_and_swapped(told):
-    count = told.count
-    told.check(*told.show(7, "1", 3, "2", 9), 0)
-    told.check(*told.show(7, "2", 3, "1", 9), 7)
-    told.check(*told.show(7, "1", 3, "1", 9), 7 + count + 3)
-    told.check(*told.show(7, "1", 5), 7 + count + 3)  # a prompt with fewer pictures
-    told.check(*told.show(7, "1", 3, "2", 1, "3", 9), 7 + 2 * count + 4)
-
-
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "smolvlm"])  # whose images match all or none
 def test_the_next_turn_and_a_picture_in_it(name):
     told = Told(name)
@@ -242,62 +216,6 @@ def test_the_next_turn_and_a_picture_in_it(name):
     third = told.check(*told.given(more, [1, 2]), second.shape[1] - 1)
     told.check(*told.given(more, [1, 3]), second.shape[1])
     told.check(*told.given(torch.cat([third, third[:, :3]], 1), [1, 2]), third.shape[1] - 1)
-
-
-def test_batches(told):
-    """Each row has its own picture; a row is padded."""
-    tokens, given = told.show(7, "1", 9, rows=2)
-    other = told.show(7, "2", 9)[1]
-    half = len(given["pixel_values"]) // 2
-    given["pixel_values"] = torch.cat([given["pixel_values"][:half], other["pixel_values"]])
-    mask = torch.ones_like(tokens)
-    mask[1, :3] = 0
-    long = tokens.shape[1] - 1
-    for matched in (0, 2 * long - 3):
-        told.check(tokens, given, matched, attention_mask=mask)
-    told.check(*told.show(7, "1", 9), long)
-    told.check(*told.show(7, "2", 9), 7)
-
-
-def test_beams(told):
-    tokens, given = told.show(7, "1", 3, "2", 9, rows=2)
-    for matched in (0, 6 * (tokens.shape[1] - 1)):
-        told.check(tokens, given, matched, num_beams=3, num_return_sequences=2)
-    told.check(*told.show(7, "1", 3, "2", 9), tokens.shape[1] - 1)
-
-
-@pytest.mark.parametrize("options", [{"prefill_chunk_size": 6}, {"prompt_lookup_num_tokens": 3}])
-def test_other_ways_to_feed_a_prompt(options):
-    """In pieces, and with guesses, for which the whole prompt is fed."""
-    told = Told("qwen2_vl")
-    prompt = told.show(7, "1", 3, "2", 9)
-    for matched in (0, prompt[0].shape[1] - 1):
-        told.check(*prompt, matched, **options)
-    assert told.answer(*prompt)[1] == prompt[0].shape[1] - 1
-
-
-def test_a_cache_of_the_user(told):
-    """Released with the whole text; an edited text begins anew, and takes what it can from the prefix cache."""
-    tokens, given = told.show(7, "1", 9)
-    cache = HFCache(told.model.config, prefix=told.prefix)
-    first = told.model.generate(tokens, past_key_values=cache, **given, **GREEDY)
-    cache.release(first)
-    more = torch.cat([first, tokens[:, :5]], 1)
-    told.check(*told.given(more, [1]), first.shape[1] - 1)
-    assert torch.equal(told.model.generate(tokens, past_key_values=cache, **given, **GREEDY), first)
-    _, other = told.show(7, "2", 9)
-    want, _ = told.answer(tokens, other, prefixed=False)
-    assert torch.equal(told.model.generate(tokens, past_key_values=cache, **other, **GREEDY), want)
-    cache.reset()
-    told.check(*told.show(7, "2", 9), tokens.shape[1] - 1)
-
-
-def test_a_hidden_token_behind_an_image(told):
-    tokens, given = told.show(7, "1", 9)
-    mask = torch.ones_like(tokens)
-    mask[:, -4] = 0
-    for matched in (0, tokens.shape[1] - 5):
-        told.check(tokens, given, matched, attention_mask=mask)
 
 
 def test_an_image_that_is_shown_again_in_a_cache_that_holds_it(told):
@@ -373,14 +291,6 @@ def stop_in_the_last_layer(told, tokens, given, cache):
     hook.remove()
 
 
-@pytest.mark.parametrize("prefixed", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_all_images_in_each_turn_of_an_enabled_model(name, prefixed):
-    told = Told(name)
-    kvcache.hf.enable(told.model, **{"prefix": told.prefix} if prefixed else {"dtype": "f32"})
-    converse(told, lambda *_: {})
-
-
 def test_images_that_are_not_given(told):
     """Their tokens would be fed as text. That is refused wherever the cache does not hold them."""
     tokens, given = told.show(7, "1", 9)
@@ -418,19 +328,6 @@ def test_a_new_image_alone_is_refused(told):
         told.model.generate(more, past_key_values=cache, **told.images(1, 2), **types, **GREEDY)
     want, _ = told.answer(*told.given(more, [1, 2]), prefixed=False)
     assert torch.equal(told.model.generate(more, past_key_values=cache, **told.given(more, [1, 2])[1], **GREEDY), want)
-
-
-def test_another_image_and_none_in_a_cache_of_the_user(told):
-    """An image replaces the one that the cache holds. A text without images may have a token that announces one."""
-    tokens, given = told.show(7, "1", 9)
-    cache = HFCache(told.model.config, "f32")
-    for seeds in ([1], [2], [1]):
-        _, given = told.given(tokens, seeds)
-        want, _ = told.answer(tokens, given, prefixed=False)
-        assert torch.equal(told.model.generate(tokens, past_key_values=cache, **given, **GREEDY), want)
-    text = torch.cat([tokens[:, :5], torch.tensor([[92]]), tokens[:, -9:]], 1)
-    want, _ = told.answer(text, {}, prefixed=False)
-    assert torch.equal(told.model.generate(text, past_key_values=cache, **GREEDY), want)
 
 
 @torch.inference_mode()
@@ -512,28 +409,6 @@ def test_a_video_and_an_image():
     told.check(*show(1, 2), tokens.shape[1] - 1)
     told.check(*show(1, 3), 7 + 4 + 9)
     told.check(*show(3, 2), 7)
-
-
-@torch.inference_mode()
-def test_calls_of_the_model_keep_no_images(told):
-    """Who feeds a model by hand does not say what is in the place of tokens."""
-    tokens, given = told.show(7, "1", 9)
-    cache = HFCache(told.model.config, prefix=told.prefix)
-    assert cache.acquire(tokens) == 0
-    told.model(tokens, past_key_values=cache, **given)
-    cache.release(tokens)
-    assert told.prefix.lookup([*tokens[0].tolist(), 1]) <= 7
-    told.check(tokens, given, 0)
-
-
-def test_types_of_a_text_alone():
-    """Processors give them with every prompt."""
-    told = Told("qwen3_vl")
-    tokens, given = told.show(20)
-    assert not given["mm_token_type_ids"].any()
-    told.check(tokens, given, 0)
-    told.check(tokens, given, 19)
-    told.check(tokens, {}, 19)
 
 
 def test_types_that_do_not_say_where_images_are():
