@@ -3,7 +3,6 @@
 `test_scenarios.py` compares each way to generate with transformers' own cache, and `test_padding.py` each padding.
 """
 
-import copy
 import runpy
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, LAYERS, MIXED, SPEECH, TWO_SIDED, make, model_of, two_sided  # noqa: E402 - torch may be missing
+from support.hf_pairs import LAYERS, MIXED, SPEECH, make, model_of, two_sided  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 
@@ -91,46 +90,6 @@ def their_two(model):
     return transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
 
 
-@pytest.mark.parametrize("attention", ["kvcache", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", TWO_SIDED)
-def test_models_with_an_encoder(name, way, attention):
-    model, inputs = two_sided(name)
-    want = answer(model, their_two(model), "eager", inputs, **WAYS[way])
-    assert len(set(want[0, -NEW:].tolist())) > 3
-    cache = HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=40)
-    assert torch.equal(answer(model, cache, attention, inputs, **WAYS[way]), want)
-    # T5 adds a bias by position to its scores, for which the kernels have no argument.
-    kind = "dense" if attention == "eager" else "fallback" if name == "t5" else "kernel"
-    for each in (cache.self_attention_cache, cache.cross_attention_cache):
-        check_calls(each, kind)
-
-
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy])
-def test_rows_of_the_batch_of_a_model_with_an_encoder(attention, make_copy):
-    model, inputs = two_sided("bart")
-
-    def logits(cache, attention, make_copy):
-        model.set_attn_implementation(attention)
-        rows = {"input_ids": inputs["inputs"], "attention_mask": inputs["attention_mask"], "past_key_values": cache}
-        with torch.no_grad():
-            model(**rows, decoder_input_ids=inputs["decoder_input_ids"])
-            other = make_copy(cache)
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([0, 2, 3]))
-            cache.crop(-1)
-            rows = {name: x[[0, 1, 1]] for name, x in rows.items() if name != "past_key_values"}
-            first = model(**rows, past_key_values=cache, decoder_input_ids=torch.tensor([[4], [5], [6]])).logits
-            rows = {name: x[:2] for name, x in rows.items()}
-            return first, model(**rows, past_key_values=other, decoder_input_ids=torch.tensor([[4], [5]])).logits
-
-    ours = HFEncoderDecoderCache(model.config, dtype="f32")
-    wanted = logits(their_two(model), "eager", copy.deepcopy)
-    for want, got in zip(wanted, logits(ours, attention, make_copy), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
-
-
 def pass_of(model, inputs, cache, attention, tokens):
     """Logits of one pass."""
     model.set_attn_implementation(attention)
@@ -157,17 +116,6 @@ def test_an_encoder_after_an_error(attention, monkeypatch):
         _ = HFEncoderDecoderCache(model.config).cross_attention_cache.layers[0].keys
 
 
-@pytest.mark.parametrize("name", ["bart", "t5"])
-@pytest.mark.parametrize(("first", "then"), [("kvcache", "eager"), ("eager", "kvcache")])
-def test_attention_changed_between_passes(name, first, then):
-    model, inputs = two_sided(name)
-    ours, theirs = HFEncoderDecoderCache(model.config, dtype="f32", max_source_len=30), their_two(model)
-    for attention, tokens in ((first, inputs["decoder_input_ids"]), (then, torch.tensor([[4], [5]]))):
-        want = pass_of(model, inputs, theirs, "eager", tokens)
-        got = pass_of(model, inputs, ours, attention, tokens)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
-
-
 def test_a_decoder_that_is_a_part():
     """The model's own configuration is read, and not changed."""
     decoder = transformers.MBartConfig(**SPEECH)
@@ -181,65 +129,10 @@ def test_a_decoder_that_is_a_part():
         HFEncoderDecoderCache(transformers.T5GemmaConfig())
 
 
-def test_a_small_change_is_noticed(monkeypatch):
-    """The comparisons above can tell right from wrong."""
-    model, tokens = model_of("llama"), prompt()[0]
-    want = generate(model, theirs(model), "eager", tokens)
-    run = kvcache.Batch.attend
-    monkeypatch.setattr(kvcache.Batch, "attend", lambda self, i, q, k, v, **o: run(self, i, q, k, v * 1.05, **o))
-    assert not torch.equal(generate(model, HFCache(model.config, dtype="f32"), "kvcache", tokens), want)
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, copy.copy])
-def test_a_copy_shares_rows(make_copy):
-    model, tokens = model_of("llama"), prompt()[0]
-    cache = HFCache(model.config)
-    generate(model, cache, "kvcache", tokens)
-    before = cache.stats()["live_slots"]
-    other = make_copy(cache)
-    assert cache.stats()["live_slots"] == before
-    cache.reset()
-    assert other.stats()["live_slots"] == before
-    del cache, other
-
-
-def test_masks_of_ones_own_fall_back():
-    model, tokens = model_of("llama"), prompt(length=6)[0]
-    sees = torch.ones(6, 6, dtype=torch.bool).tril()
-    sees[:3, :3] = True  # three tokens that see each other
-    with torch.no_grad():
-        model.set_attn_implementation("sdpa")
-        want = model(tokens, attention_mask=sees[None, None], past_key_values=theirs(model)).logits
-        model.set_attn_implementation("kvcache")
-        cache = HFCache(model.config, dtype="f32")
-        with pytest.warns(UserWarning, match="using dense tensors"):
-            got = model(tokens, attention_mask=sees[None, None], past_key_values=cache).logits
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
-    assert cache.stats()["calls"] == {"kernel": 0, "dense": 0, "fallback": LAYERS}
-
-
-def test_without_a_cache():
-    """The attention alone gives what sdpa gives."""
-    model, tokens = model_of("mistral"), prompt(2, padding=4)
-    logits = []
-    for attention in ("sdpa", "kvcache"):
-        model.set_attn_implementation(attention)
-        with torch.no_grad():
-            logits.append(model(tokens[0], attention_mask=tokens[1], use_cache=False).logits[1])
-    torch.testing.assert_close(logits[0], logits[1])
-
-
 def test_a_wrong_policy_for_a_decoder():
     config = transformers.BartConfig(d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
     with pytest.raises(ValueError, match=r"policy: layer 0 has CrossAttention\(max_len=64\)"):
         HFEncoderDecoderCache(config, policy=kvcache.CrossAttention(64))
-
-
-def test_a_policy_of_ones_own():
-    model, tokens = model_of("llama"), prompt()[0]
-    cache = HFCache(model.config, policy=kvcache.SlidingWindow(16, num_sink_tokens=4))
-    generate(model, cache, "kvcache", tokens, max_new_tokens=150)
-    assert cache.stats()["live_slots"] <= 20
 
 
 def test_the_example():
@@ -288,29 +181,6 @@ class TestBadInput:
             kvcache.NotSupportedError, match="MambaConfig is not served: its state is not keys and values"
         ):
             HFCache(transformers.MambaConfig())
-
-    def test_dtype(self):
-        with pytest.raises(ValueError, match="dtype='f8'"):
-            HFCache(model_of("llama").config, dtype="f8")
-
-    def test_two_caches(self):
-        model = model_of("llama")
-        for wanted in ("dynamic", "kvcache"):
-            with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
-                generate(model, HFCache(model.config), "kvcache", prompt()[0], cache_implementation=wanted)
-
-    def test_another_model(self):
-        cache = HFCache(transformers.LlamaConfig(**BASE | {"num_key_value_heads": 4}))
-        said = r"layer 0 of the model brings keys of shape \(1, 2, 19, 16\), .* 4 heads of 16 elements"
-        with pytest.raises(ValueError, match=said):
-            generate(model_of("llama"), cache, "kvcache", prompt()[0])
-
-    def test_another_batch_size(self):
-        model = model_of("llama")
-        cache = HFCache(model.config)
-        generate(model, cache, "kvcache", prompt()[0])
-        with pytest.raises(ValueError, match="the batch has 2 rows: the cache was filled with 1"):
-            generate(model, cache, "kvcache", prompt(2, 60)[0])
 
     def test_a_source_that_is_too_long(self):
         model, inputs = two_sided("bart")
