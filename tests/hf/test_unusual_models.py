@@ -5,11 +5,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, MIXED, SLIDING, VOCAB, check_same, compare, make, passes, play, random_tokens  # noqa: E402 - torch may be missing
-from transformers import DynamicCache  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, MIXED, SLIDING, check_same, compare, make, play, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache import NotSupportedError  # noqa: E402 - as above
-from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
+from kvcache.hf import HFEncoderDecoderCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
 
@@ -92,23 +91,6 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("padding", [0, 4])
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
-@pytest.mark.parametrize("name", TEXTS)
-def test_texts(name, attention, padding):
-    """DiffLlama attends twice with other values, Doge computes a mask of its own, HRM goes through layers in cycles."""
-    model, tokens = make(TEXTS[name]()), random_tokens(2, 18)
-    mask = torch.ones_like(tokens)
-    mask[1, :padding] = 0
-
-    def both(cache):
-        yield from passes(model, cache, tokens, mask, [9, 13, 17, 18])
-        cache.crop(-6)
-        yield model.generate(tokens, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=6)
-
-    check_same(model, both, attention)
-
-
 def test_a_prefix_that_is_seen_both_ways():
     """The first pass is told from later ones: only its prefix is seen both ways."""
     model, tokens = make(TEXTS["hrm"]()), random_tokens(2, 14)
@@ -142,66 +124,12 @@ def test_softcap_and_sinks_without_a_cache(name):
         compare(play(model, None, "kvcache", alone), play(model, None, "eager", alone))
 
 
-OWN_SCORES = {
-    "bloom": lambda: transformers.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=3, n_head=4),
-    "xglm": lambda: transformers.XGLMConfig(
-        vocab_size=VOCAB, d_model=64, num_layers=3, attention_heads=4, ffn_dim=96, pad_token_id=0
-    ),
-    "mpt": lambda: transformers.MptConfig(vocab_size=VOCAB, d_model=64, n_layers=3, n_heads=4, max_seq_len=64),
-    "trocr": lambda: transformers.TrOCRConfig(
-        vocab_size=VOCAB, d_model=64, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96, is_decoder=True
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OWN_SCORES)
-def test_models_that_add_the_mask_to_scores(name):
-    """A model that is loaded with "kvcache" may compute scores itself: it adds a mask of numbers."""
-    config = OWN_SCORES[name]()
-    config.initializer_range = 0.3
-    made = []
-    for attention in ("eager", "kvcache"):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-        tokens = random_tokens(2, 14)
-        mask = torch.ones_like(tokens)
-        mask[0, :3] = 0
-        cache = DynamicCache(config=config) if attention == "eager" else HFCache(config, dtype="f32")
-        with torch.no_grad():
-            made.append([*passes(model, cache, tokens, mask, [9, 13, 14])])
-    compare(*made)
-    assert cache.stats()["calls"] == {"kernel": 0, "dense": 9, "fallback": 0}
-
-
 @pytest.mark.parametrize("name", ["sinks", "block_indices"])
 def test_arguments_that_change_another_attention(name):
     """An argument that neither the kernels nor torch's attention have is refused, and not ignored."""
     attend, rows = transformers.AttentionInterface()["kvcache"], torch.zeros(1, 1, 2, 8)
     with pytest.raises(NotSupportedError, match=f"the attention 'kvcache' has no argument {name}: set the model's own"):
         attend(torch.nn.Identity(), rows, rows, rows, None, **{name: torch.zeros(1)})
-
-
-def test_windows_with_more_heads():
-    layers = HFCache.make_kv_cache(transformers.InklingTextConfig(num_hidden_layers=6)).layers
-    assert [layer.num_kv_heads for layer in layers] == [16] * 5 + [8]
-
-
-@pytest.mark.parametrize("layers", [2, 4])
-@pytest.mark.parametrize("name", ["Bart", "Pegasus"])
-def test_a_decoder_without_its_encoder(name, layers):
-    """The configuration counts the layers and heads of decoder and encoder apart."""
-    kinds = {"encoder_layers": 3, "decoder_layers": layers, "encoder_attention_heads": 2, "decoder_attention_heads": 4}
-    sizes = {"d_model": 64, "decoder_ffn_dim": 96, "vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": None}
-    config = getattr(transformers, f"{name}Config")(**kinds, **sizes, init_std=0.3, is_encoder_decoder=False)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    tokens = random_tokens(2, 12)
-    cache = HFCache(model.config, dtype="f32")
-    made = []
-    for each, attention in ((cache, "kvcache"), (DynamicCache(), "sdpa")):  # transformers reads the encoder's layers
-        made.append(play(model, each, attention, lambda cache: passes(model, cache, tokens, ends=[9, 10, 12])))
-    compare(*made)
-    assert cache.stats()["calls"] == {"kernel": 3 * layers, "dense": 0, "fallback": 0}
 
 
 # ---- Whisper
