@@ -223,14 +223,16 @@ def _cut(texts: TextBatch, length: int, needed: int) -> None:
 
 
 def _rotates_otherwise(texts: TextBatch, mask: torch.Tensor | None) -> bool:
-    """Whether a text is longer than the model's first rotation is for, and all its rows have padding (Phi-3).
+    """Whether rows that are held may have another rotation than the text's new ones will (Phi-3).
 
-    Such a model drops its cache by the number of columns, and rotates by the number of tokens.
+    Such a model drops its cache by the number of columns, and rotates by the tokens of the longest text. So a text of
+    more tokens than its first rotation is for begins anew behind padding, and where rows have lost a longer neighbour.
     """
     limit = getattr(texts.passes.config, "original_max_position_embeddings", None)
-    if not limit or not texts.follows_from_later or mask is None or mask[:, :1].any():
+    if not limit or not texts.follows_from_later or mask is None:
         return False
-    return int(mask.sum(1).max()) > limit
+    is_padded = not mask[:, :1].any() and int(mask.sum(1).max()) > limit
+    return is_padded or (texts.has_moved_rows and texts.length > limit)
 
 
 def begin_anew(texts: TextBatch, needed: int) -> None:

@@ -101,6 +101,23 @@ def test_a_padded_text_that_grows_beyond(padding):
         text = torch.cat([text, random_tokens(1, NEW, seed=turn)], 1)
 
 
+def test_a_short_text_that_loses_its_long_neighbour():
+    """The longest text of a batch decides the rotation of all."""
+    model, text = make(DROPPING["phi3"]()), random_tokens(2, TRAINED + 10)
+    cache, mask = HFCache(model.config, dtype="f32"), torch.ones_like(text)
+    text[1, :TRAINED] = mask[1, :TRAINED] = 0
+    enable(model)
+    text = model.generate(text, cache=cache, attention_mask=mask, **OPTIONS).sequences
+    cache.reorder_cache(torch.tensor([1, 1]))
+    text = torch.cat([text[[1, 1]], random_tokens(2, 4)], 1)
+    mask = torch.nn.functional.pad(mask[[1, 1]], (0, text.shape[1] - mask.shape[1]), value=1)
+    options = OPTIONS | {"attention_mask": mask, "output_logits": True}
+    got = model.generate(text, cache=cache, **options)
+    disable(model)
+    want = model.generate(text, **options)
+    torch.testing.assert_close(got.logits[0], want.logits[0], rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 16}], ids=["whole", "chunks"])
 @pytest.mark.parametrize("name", UNCUT)
 def test_a_prompt_is_fed_at_once(name, options):
