@@ -47,6 +47,16 @@ def test_a_view_includes_the_running_token():
     assert np.array_equal(values, cache.values(0))
 
 
+def test_the_only_sequence_of_a_batch_is_meant():
+    cache = kvcache.KVCache(1, 2, 8, max_sequences=4, dtype="f32")
+    k, v = rows(3)
+    with cache.batch(3, seq_ids=[7, 7, 7]) as batch:
+        batch.put(0, k, v)
+        assert np.array_equal(shown(batch.keys(0)), k)
+        assert np.array_equal(shown(batch.values(0)), v)
+        assert [span.positions.tolist() for span in batch.spans(0)] == [[0, 1, 2]]
+
+
 def test_a_view_keeps_the_rows_of_an_aborted_batch():
     cache = kvcache.KVCache(1, 2, 8, 64, dtype="f32")
     k, v = rows(3)
