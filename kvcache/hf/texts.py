@@ -42,19 +42,19 @@ def begin_text(
     fed that are not given. `positions` of None are the usual ones.
     """
     needed, tokens = images.num_needed, images.tokens
-    if _rotates_otherwise(texts, mask):
-        begin_anew(texts, needed)
     if texts.has_lost_state:
         _cut(texts, 0 if texts.tokens is None else texts.length, needed)
     if texts.goes_on_by_one_token and tokens.shape[1] > texts.length + 1:
         begin_anew(texts, needed)
-    seen, length = texts.length, tokens.shape[1]
     text = tokens if mask is None else tokens.masked_fill(~mask.bool(), NONE)
     if positions is not None:
         positions = _positions_of(text, positions)
         text = at_positions(text, positions, (text != NONE).cumsum(1) - 1)
     _match_beams(texts, text)
     texts.check_batch_size(len(text))
+    if _rotates_otherwise(texts, mask):
+        begin_anew(texts, needed)
+    seen, length = texts.length, tokens.shape[1]
     if texts.tokens is not None and seen:
         known = texts.tokens[:, :seen]
         begin = text[:, : known.shape[1]]  # changed in place: an image that is held, and not given, is the same

@@ -99,6 +99,13 @@ def test_a_padded_text_that_grows_beyond(padding):
         model.set_attn_implementation("eager")
         assert torch.equal(text, want)
         text = torch.cat([text, random_tokens(1, NEW, seed=turn)], 1)
+    two, held = random_tokens(2, text.shape[1]), cache.get_seq_length()
+    mask = torch.ones_like(two)
+    mask[:, :padding] = 0
+    model.set_attn_implementation("kvcache")
+    with pytest.raises(ValueError, match=r"batch.*2"):
+        model.generate(two, cache=cache, **OPTIONS | {"attention_mask": mask})
+    assert cache.get_seq_length() == held
 
 
 def test_a_short_text_that_loses_its_long_neighbour():
