@@ -60,11 +60,10 @@ static int is_crowded_in(const sequence *s) {
     return 0;
 }
 
-/* Returns a sequence, often one that has many rows of another: attention goes over them for both at once. */
+/* Returns a sequence.  In worlds of attention it often shares many rows with s, which attention scans once for both. */
 static int beside(int s) {
-    const int32_t most = text_length(w.o.sequences[s].text);
     int at = own_slot();
-    for (int tries = w.theme == ATTENTION ? 8 : 0; tries > 0 && most > 16; tries--) {
+    for (int tries = w.theme == ATTENTION ? 8 : 0; tries > 0; tries--) {
         if (at != s && text_common(w.o.sequences[at].text, w.o.sequences[s].text) > 16) break;
         at = own_slot();
     }

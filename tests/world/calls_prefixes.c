@@ -240,11 +240,11 @@ static kvc_status refuse_value(void) {
     return KVC_ERR_STORE;
 }
 
-/* Whether a call with names has forgotten something, and not ended that: blocks are then written alone. */
+/* Whether a forget with names has not been ended.  Until then, a block is written without rows that the store has. */
 static int is_forgetting(void) {
-    int num = 0;
-    for (int p = 0; p < PREFIXES; p++) num += w.departures[p].num_forgets;
-    return num > 0;
+    for (int p = 0; p < PREFIXES; p++)
+        if (w.departures[p].num_forgets) return 1;
+    return 0;
 }
 
 /* Calls that come between may know the blocks that a call has fetched until now. */

@@ -147,8 +147,8 @@ static void begin_other(void) {
     check_kept("a batch of tokens", n);
     if (status) return;
     for (int i = 0; i < v.num_kept; i++) v.kept[i].fate = STAYS;
-    if (v.budget && bytes_with(0, 0) > v.budget)
-        wrong("%d bytes count, and %d may", (int)bytes_with(0, 0), (int)v.budget);
+    if (v.budget && bytes_with(0, 0, 0) > v.budget)
+        wrong("%d bytes count, and %d may", (int)bytes_with(0, 0, 0), (int)v.budget);
     if (v.num_others == MOST_OTHERS || pick(2)) {
         kvc_abort(batch);
         return;
@@ -190,7 +190,7 @@ static void pin_or_not(int prefix, int text) {
     }
 }
 
-/* Begins a sequence with a part of a text, and lets it wait; or ends a waiting sequence. */
+/* Begins a sequence with a part of a text, and lets the sequence wait.  Or ends a waiting sequence. */
 static void begin_or_end(int prefix, int text) {
     if (v.num_begun == 2 || (v.num_begun && pick(2))) {
         const begun b = v.begun[--v.num_begun];
@@ -281,7 +281,7 @@ static int to_chunk(int64_t id, int most) {
     return size ? least(most, size - (int)(kvc_next_position(o.cache, id) % size)) : 1 + pick(most);
 }
 
-/* Feeds reserved tokens in any batches, some of which are aborted.  fit: they fit beside the blocks there are. */
+/* Feeds reserved tokens in any batches, and aborts some batches.  fit: the tokens fit beside the blocks there are. */
 static void feed_reserved(int64_t id, int left, int fit) {
     for (int tries = 0; left; tries++) {
         kvc_batch *batch;
@@ -301,11 +301,8 @@ static void feed_reserved(int64_t id, int left, int fit) {
 /* Batches of reserved tokens take no memory, whatever lies in the blocks, if they fit beside the blocks there are. */
 static void check_reserved(int64_t id, int n) {
     kvc_stats before, after;
-    int most = 1; /* the largest stride: where the tokens begin, each layer has a row more at most than from 0 on */
-    for (int l = 0; l < o.num_layers; l++)
-        if (stride_of(&w.o, l) > most) most = stride_of(&w.o, l);
     look(0, 0);
-    const int fit = !v.budget || bytes_with(n + most - 1, 0) <= v.budget;
+    const int fit = !v.budget || bytes_with(kvc_next_position(o.cache, id), n, 0) <= v.budget;
     kvc_get_stats(o.cache, &before, sizeof before);
     must(kvc_reserve(o.cache, id, n));
     memset(requests, 0, sizeof requests);
@@ -360,7 +357,7 @@ typedef struct source {
 
 static struct {
     int text, num_bytes;
-    int64_t reserved; /* the id of a sequence that has memory and no token; 0: there is none */
+    int64_t reserved; /* a sequence that has memory, and no token yet; 0: none has */
     int known[2];     /* tokens that are known in each prefix */
     long horizons[2]; /* when it forgot last; 0: it never did */
     source all[5];

@@ -457,19 +457,20 @@ static void forget(void) {
     must(kvc_store_new_blocks(o.cache, &in_memory, &num)); /* the call on the way writes its block again */
 }
 
-static void forget_in(int turn) {
+static void forget_in(int turn, int again) {
     forgets_in = turn;
+    serves_again = again;
     *(pick(2) ? &store.before : &store.behind) = forget;
 }
 
 static void forget_while_writing(int first, int all) {
     const int private = o.prompts[0].text, other = o.prompts[1].text, turn = pick(all);
     int64_t num;
-    serves_again = pick(2);
-    forget_in(turn);
+    const int again = pick(2);
+    forget_in(turn, again);
     must(kvc_store_new_blocks(o.cache, &in_memory, &num));
     for (int i = 0; i < text_length(private) / o.block; i++) {
-        const int right = first + i < turn || serves_again;
+        const int right = first + i < turn || again;
         if (is_stored(private, i) != right)
             wrong("block %d of a prompt that is forgotten in turn %d is %sstored", i, turn, right ? "not " : "");
     }
@@ -483,8 +484,7 @@ static void forget_while_reading(int all) {
     must(kvc_store_new_blocks(o.cache, &in_memory, &num));
     if (num != all) wrong("%d blocks are written of %d", (int)num, all);
     must(kvc_prefix_clear(o.prefix));
-    serves_again = 0;
-    forget_in(turn);
+    forget_in(turn, 0);
     const int fetched = fetch(private);
     if (known_of(private)) wrong("a forgotten prompt is fetched still");
     if (fetched != turn * o.block) wrong("%d tokens are fetched before turn %d", fetched, turn);

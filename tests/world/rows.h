@@ -108,8 +108,8 @@ static inline void make_value(const kvc_layer *of, int32_t tag, int layer, int h
 }
 
 /* How far off an element of a key may be.  Rotations by many right angles are not quite exact.  Transformed keys that a
- * rope turns are rounded whenever they are rewritten.  After seven rewrites,
- * the farthest of 200,000 keys was off by 5.9.  Levels are 16 apart. */
+ * rope turns are rounded whenever they are rewritten.  After seven rewrites, the farthest
+ * of 200,000 keys was off by 5.9.  Levels are 16 apart. */
 static inline float key_error(const kvc_layer *of) {
     return is_transformed(of, 0) && of->rope.kind == KVC_ROPE_FREQUENCIES ? 7 : 0.01f;
 }

@@ -201,13 +201,14 @@ static inline int64_t bytes_of_others(void) {
     return bytes;
 }
 
-/* Returns what counts with n tokens of a new sequence, as rows lie or once they are moved together. */
-static inline int64_t bytes_with(int n, int is_packed) {
+/* Returns what counts with n tokens from position `first` on, as rows lie or once they are moved together.  The tokens
+ * go to blocks of their own. */
+static inline int64_t bytes_with(int first, int n, int is_packed) {
     int64_t bytes = bytes_of_others();
     for (int l = 0; l < o.num_layers; l++) {
         if (!leads_group(&w.o, l)) continue;
         const sums s = sum_up(l);
-        const int64_t size = o.block, rows = n / stride_of(&w.o, l),
+        const int64_t stride = stride_of(&w.o, l), size = o.block, rows = (first + n) / stride - first / stride,
                       rest = s.live - s.in_held + (rows > s.open ? rows - s.open : 0);
         bytes += v.costs[l] * (is_packed ? s.held + (rest + size - 1) / size : s.used + (rows + size - 1) / size);
     }
@@ -267,7 +268,7 @@ static inline int choose(int n, int is_packed, unsigned lacks) {
         for (int i = 0; i < v.num_kept; i++) v.kept[i].fate = i < num && !v.kept[i].pins ? GOES : STAYS;
         if (num && v.kept[num - 1].pins) continue;
         sift(lacks);
-        if (v.budget ? bytes_with(n, is_packed) <= v.budget : !lacking(n)) return 1;
+        if (v.budget ? bytes_with(0, n, is_packed) <= v.budget : !lacking(n)) return 1;
     }
     for (int i = 0; i < v.num_kept; i++) v.kept[i].fate = STAYS;
     return 0;
@@ -276,8 +277,8 @@ static inline int choose(int n, int is_packed, unsigned lacks) {
 /* Says whether a batch of n tokens of a new sequence begins, and which blocks go for it. */
 static inline int predict(int n) {
     for (int i = 0; i < v.num_kept; i++) v.kept[i].fate = STAYS;
-    if (!v.budget) return !lacking(n) || choose(n, 0, lacking(n));
-    const int64_t bytes = bytes_with(n, 0), packed = bytes_with(n, 1);
+    if (!v.budget) return choose(n, 0, lacking(n));
+    const int64_t bytes = bytes_with(0, n, 0), packed = bytes_with(0, n, 1);
     if (bytes <= v.budget || (packed <= v.budget && bytes - packed >= v.budget / 8)) return 1;
     return choose(n, 0, 0) || choose(n, 1, 0);
 }
@@ -286,7 +287,7 @@ static inline int predict(int n) {
 static inline void check_kept(const char *what, int n) {
     static kept before[MOST_KEPT];
     const int num = v.num_kept;
-    int64_t states = 0, blocks = 0;
+    int64_t states = 0;
     memcpy(before, v.kept, sizeof before);
     look(0, 0);
     for (const kept *k = before; k < before + num; k++)
@@ -297,14 +298,15 @@ static inline void check_kept(const char *what, int n) {
                 wrong("%s %d: %s of prefix %d, used at %ld, has %d rows in layer %d, not %d of %d", what, n,
                       spell(k->text), k->prefix, k->used, now ? now->rows[l] : 0, l, right, k->rows[l]);
         }
-    for (int i = 0; i < v.num_kept; i++) states += v.kept[i].state, blocks++;
+    int64_t blocks = v.num_kept;
+    for (int i = 0; i < v.num_kept; i++) states += v.kept[i].state;
     for (int i = 0; i < 2; i++) {
         kvc_prefix_stats stats;
         kvc_prefix_get_stats(v.prefixes[i], &stats, sizeof stats);
         states -= stats.checkpoint_bytes;
         blocks -= stats.blocks;
     }
-    if (blocks) wrong("%s %d: %d blocks more have rows than are kept", what, n, (int)blocks);
+    if (blocks) wrong("%s %d: %d more blocks have rows than are kept", what, n, (int)blocks);
     if (states) wrong("%s %d: %d bytes of states are missing", what, n, (int)states);
 }
 
