@@ -616,7 +616,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
     Raises
     ------
     NotSupportedError
-        As `HFCache` does.
+        As `HFCache` does; or if the model has no encoder.
     ValueError
         As `HFCache` does; or if `config` does not say how long a source may be.
     TypeError

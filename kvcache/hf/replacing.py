@@ -37,7 +37,7 @@ def replace(kind: type[Any], name: str, replacement: Replacement) -> None:
             given = {key: value for key, value in given.items() if key not in NAMES_OF_CACHE} | {NEW_NAME: cache}
 
         def own(**changes: Any) -> Any:
-            """Call the model's own method with what it was given, except for `changes`."""
+            """Call the model's own method with the arguments given, except for `changes`."""
             arguments = given | changes
             if place is not None:
                 arguments[place] = arguments.pop(NEW_NAME)

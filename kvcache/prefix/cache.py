@@ -311,8 +311,8 @@ class PrefixCache:
         """Return a prefix cache for another tenant: of the same cache, model and store, which shares no block with it.
 
         The arguments are those of the class: `quota` in tokens, `ttl` in seconds. Without a `secret`, values have a MAC
-        by the secret of this prefix cache, if it has one. There may be any number of tenants. One takes about 3 KB, or
-        5 KB with a store. A batch asks the tenants of its own sequences alone.
+        by the secret of this prefix cache, if it has one. There may be any number of tenants. A tenant takes about
+        3 KB, or 5 KB with a store. A batch asks the tenants of its own sequences alone.
 
         Keep it as long as the tenant's prompts are to match: its blocks are dropped from memory with the object.
         Blocks that wait to be written to the store are written before. Only the tenant's own `flush` waits for them.

@@ -176,8 +176,8 @@ static int is_in_stretches(const kvc_walk *w, int64_t most) {
     return rows < kvc_smaller(w->left, most) || p->at->step[w->is_value] - (ptrdiff_t)w->row_bytes > narrow_hole(w);
 }
 
-/* Rows with holes of at most `narrow` bytes between them are prefetched as one range; first to end is the last range so
- * far, an empty one at NULL at first. */
+/* Rows with holes of at most `narrow` bytes between them are prefetched as one range.  [first, end) is the last range
+ * so far, and empty before the first row. */
 kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
     const ptrdiff_t bytes = (ptrdiff_t)w->row_bytes, narrow = narrow_hole(w);
     const uint8_t *first = NULL, *end = NULL;

@@ -64,8 +64,8 @@ INLINE void split(int num_parts, vec x, vec y, ints *parts) {
 /* Places each float of y beside that of x, of floats that are bf16. */
 INLINE ints pair_bf16(vec x, vec y) { return _mm512_or_si512(_mm512_srli_epi32(bits_of(x), 16), bits_of(y)); }
 
-/* Splits floats into num_parts bf16 each: parts[p] has part p of x, and that of y beside it.  take_bf16 leaves the rest
- * in x.  With two parts, the last rest is rounded to a bf16; with three, it is a bf16. */
+/* Splits floats into num_parts bf16 each.  parts[p] has part p of x, and part p of y beside it.  take_bf16 leaves the
+ * rest in x.  With two parts, the last rest is rounded to a bf16; with three, it is a bf16. */
 INLINE void split_pairs(int num_parts, vec x, vec y, ints *parts) {
     UNROLL
     for (int p = 0; p < num_parts - 1; p++) {

@@ -14,7 +14,7 @@ INLINE void prepare_16(float *q, int q_stride, int num_q, int dim, float scale) 
         memcpy((char *)(q + (ptrdiff_t)r * q_stride) + bytes_of(KVC_BF16, dim), &scale, sizeof scale);
 }
 
-/* Loads `count` elements of row v, or where IS_WIDE of rows 2 * v and 2 * v + 1; p: those of row 0. */
+/* Loads `count` elements of row v.  If IS_WIDE, loads rows 2 * v and 2 * v + 1.  p: elements of row 0. */
 INLINE bvec load_rows_16(const char *p, int64_t row_stride, int v, int count) {
 #if IS_WIDE
     return b_load_pair(row_at(p, row_stride, 2 * v), row_at(p, row_stride, 2 * v + 1), count);

@@ -232,8 +232,8 @@ INLINE void exp2_roughly(int count, vec *x) {
     for (int i = 0; i < count; i++) x[i] = v_times_power(p[i], x[i]);
 }
 
-/* A weight is 2^(score * LOG2_E - exponent).  Raises *exponent to the whole part of that of the largest score, and
- * multiplies the weights so far by 2^(before - *exponent): those of num pieces, and their sums in KVC_LANES lanes. */
+/* A weight is 2^(score * LOG2_E - *exponent).  Raises *exponent to the whole part of largest * LOG2_E.  The weights of
+ * num pieces so far, and their sums in KVC_LANES lanes, are multiplied by 2^(before - *exponent). */
 APART void raise_exponent(float *exponent, float *sums, float *pieces, int num, float largest) {
     const float before = *exponent;
     v_store_first(exponent, v_truncate(v_set(largest * LOG2_E)));

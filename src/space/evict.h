@@ -15,7 +15,7 @@
 typedef struct kvc_need {
     kvc_cache *cache;
     /* Returns KVC_ERR_FULL unless the capacity leaves the slots that the call takes in group g, once victims are gone.
-     * Notes what is lacking, as kvc_exceeds_capacity does.  NULL: the call takes none. */
+     * Notes a group that lacks slots, as kvc_exceeds_capacity does.  NULL: the call takes none. */
     kvc_status (*check_slots)(const struct kvc_need *need, int32_t g);
     /* Returns what counts for max_bytes once victims are gone, and the call has taken what it needs.  NULL: it has
      * taken that already, so that everything counts as it lies. */

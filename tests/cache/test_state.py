@@ -412,7 +412,7 @@ def test_a_path_is_needed(saved, tmp_path):
     ids=["inspect all", "load", "restore", "inspect"],
 )
 def test_a_file_that_becomes_shorter_while_it_is_read(saved, monkeypatch, read, where, name, length):
-    """As a copy over one makes it."""
+    """A copy over a file makes the file shorter first."""
     cache, path = saved
     cache.save(path, secret=SECRET)
     call, before = getattr(where, name), everything(cache)

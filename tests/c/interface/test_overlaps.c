@@ -1,5 +1,5 @@
-/* Outputs whose rows overlap are refused by the stride's name, with what it has to be; nothing is written.  Arrays that
- * lie otherwise, with heads outside or backwards with gaps, are taken. */
+/* Outputs whose rows would overlap are refused, and nothing is written.  The message names the stride, and its least
+ * value.  Arrays with heads outside, or backwards with gaps, are taken. */
 #include "support/test.h"
 
 enum { DIM = 32, HEADS = 3, INNER = 3, TOKENS = 2 * INNER, WIDTH = 4, SPACE = 1 << 13 };

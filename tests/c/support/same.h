@@ -34,8 +34,8 @@ static inline void check_unseen(const scene *clean, int bad) {
     stage_free(two);
 }
 
-/* The scene stored and computed in every way, alone and in company, gives its first member the same bits.  Company has
- * rows of its own, or shares those of the first member. */
+/* The scene stored and computed in every way, alone and in company, gives its first member the same bits.  The other
+ * members have rows of their own, or share rows with the first. */
 static inline void check_same_bits(const scene *alone) {
     static const setting settings[] = {
         {.block_size = 64, .num_threads = 2},
