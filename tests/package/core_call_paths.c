@@ -9,7 +9,8 @@
 enum { NUM_HEADS = 4, HEAD_DIM = 64, NUM_ROWS = 70, MOST_EVENTS = 1 << 21 };
 
 static void *entered[MOST_EVENTS]; /* NULL: the function is left */
-static int num_events, is_recording;
+static int num_events;
+static _Thread_local int is_recording; /* of the thread that makes the calls: workers wait for as long as they please */
 
 static void note(void *function) {
     if (!is_recording) return;
