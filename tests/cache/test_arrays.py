@@ -147,6 +147,9 @@ def test_strides_of_axes_of_length_1_mean_nothing():
     with cache.batch(1) as batch:
         batch.put(0, x, x)
     np.testing.assert_array_equal(cache.keys(0), x)
+    with cache.batch(1) as batch:
+        out = np.lib.stride_tricks.as_strided(np.zeros(8, np.float32), x.shape, (0, 2, 4))
+        np.testing.assert_array_equal(batch.attend(0, x, x, x, out=out), x)
     keys = kvcache.KVCache([kvcache.Layer(1, 8, v_head_dim=0)], max_seq_len=64)
     with keys.batch(1) as batch:
         batch.put(0, x)
