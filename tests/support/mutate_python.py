@@ -169,7 +169,8 @@ def run_tests(folder, words, plugin, seconds):
     sys.path.insert(0, str(folder))
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as temporary:
-        words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", f"{temporary}/t", *words]
+        quiet = ["-q", "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that preload() imported
+        words = [*quiet, "-p", "no:cacheprovider", "-p", "no:xdist", "--basetemp", f"{temporary}/t", *words]
         return int(pytest.main(words, plugins=[plugin] if plugin else []))
 
 
