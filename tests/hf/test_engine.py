@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from support.hf_pairs import BASE, CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, CONFIGS, HYBRID, make, model_of, prefix_for, random_tokens  # noqa: E402 - torch may be missing
 from support.servers import until  # noqa: E402 - as above
 
 from kvcache import selecting  # noqa: E402 - it imports those
@@ -112,17 +112,6 @@ def test_tokens(kind):
     model.set_attn_implementation("kvcache")
     assert texts == [alone(model, prompt) for prompt in prompts]
     assert longer == [alone(model, [*text, 5], max_new_tokens=4) for text in texts]
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_sampled_tokens_follow_from_the_seed(kind):
-    model, prompts = model_of(kind), prompts_of([5, 9, 3])
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 30, "repetition_penalty": 1.1, "max_new_tokens": 8}
-    with Engine(model, "f32", **ROOM) as engine:
-        texts = answers([engine.submit(prompt, seed=i, **options) for i, prompt in enumerate(prompts)])
-    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        torch.manual_seed(i)
-        assert text == alone(model, prompt, **options)
 
 
 def tokenizer_of(size):
@@ -645,7 +634,7 @@ def test_a_child_of_fork(model):
 @pytest.mark.parametrize("other", ["generate", "engine"])
 def test_others_on_the_same_prefix(model, other):
     """`generate` in another thread, or another engine: passes take turns, and texts stay right."""
-    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "f32", block_size=4), fingerprint="a model")
+    prefix = prefix_for(model, block_size=4)
     prompts, texts = prompts_of([12, 20, 5, 30]), []
 
     def ask(one):

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 
-import kvcache
-
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, make, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, join, make, prefix_for, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
 
@@ -26,18 +24,9 @@ def model():
     return make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 2, "initializer_range": 0.3}))
 
 
-def prefix_for(model):
-    memory = HFCache.make_kv_cache(model.config, "f32", block_size=BLOCK)
-    return kvcache.PrefixCache(memory, fingerprint="a model")
-
-
 @pytest.fixture
 def prefix(model):
-    return prefix_for(model)
-
-
-def join(*parts):
-    return torch.cat(parts, 1)
+    return prefix_for(model, BLOCK)
 
 
 @torch.inference_mode()
@@ -185,8 +174,7 @@ def test_rows_that_were_made_in_training_are_not_kept():
     """Dropout makes other rows each time."""
     config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=97, resid_pdrop=0.5, eos_token_id=None)
     model, tokens = make(config), random_tokens(1, LONG)
-    memory = HFCache.make_kv_cache(config, "f32", block_size=BLOCK)
-    prefix = kvcache.PrefixCache(memory, fingerprint="a model")
+    prefix = prefix_for(model, BLOCK)
     options = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}, **GREEDY}
     with pytest.warns(UserWarning, match=r"keeps nothing of a model in training mode: call model.eval\(\) first"):
         model.train().generate(tokens, **options)

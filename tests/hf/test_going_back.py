@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import HYBRID, prepared, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import HYBRID, feeding, prefix_for, prepared, random_tokens  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - as above
 from kvcache.hf import HFCache, enable  # noqa: E402 - as above
@@ -48,15 +48,11 @@ def fed_in(model, cache, *parts, mask=None):
 
 def generate(model, cache, tokens, mask=None, name="past_key_values", **options):
     """Return what is generated, and the lengths of the passes of several tokens."""
-    fed = []
-    hook = model.register_forward_pre_hook(lambda *given: fed.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
     mask = torch.ones_like(tokens) if mask is None else mask
     mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
     options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, name: cache, **options}
-    try:
+    with feeding(model) as fed:
         return model.generate(tokens, attention_mask=mask, **options), [num for num in fed if num > 1]
-    finally:
-        hook.remove()
 
 
 def then(text, length, seed):
@@ -263,8 +259,7 @@ def test_what_keeps_no_states_of_a_prompt():
     assert generate(model, None, prompt)[1] == [LONG]
     kvcache.hf.disable(model)
     model = prepared("lfm2")
-    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
-    prefix = kvcache.PrefixCache(memory, fingerprint="a model", state_bytes=HFCache.state_bytes(model))
+    prefix = prefix_for(model, state_bytes=HFCache.state_bytes(model))
     cache = HFCache(model.config, prefix=prefix)
     text, fed = generate(model, cache, prompt)
     assert fed == [LONG - 1]

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.hf_pairs import CONFIGS, HYBRID, make, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import CONFIGS, HYBRID, make, model_of, prefix_for, random_tokens  # noqa: E402 - torch may be missing
 from support.interrupts import in_a_thread, interrupt, interrupt_everywhere  # noqa: E402 - beside its like
 
 from kvcache import Batch, KVCache, PrefixCache  # noqa: E402 - it imports those
@@ -59,8 +59,7 @@ def model():
 def test_the_next_text_is_answered_rightly(monkeypatch, model, with_prefix, call, owner, name):
     if owner in (PrefixCache, Prompts) and not with_prefix:
         pytest.skip("it is not called")
-    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
-    prefix = PrefixCache(memory, fingerprint="a model")
+    prefix = prefix_for(model)
     text = random_tokens(1, 40)
     other = torch.cat([text[:, :30], random_tokens(1, 12)], 1)
     want = model.generate(other, **GREEDY)
@@ -74,22 +73,21 @@ def test_the_next_text_is_answered_rightly(monkeypatch, model, with_prefix, call
     assert torch.equal(model.generate(other, cache=cache, **GREEDY), want)
     del cache
     gc.collect()
-    assert memory.sequences == []
-    memory.validate()
+    assert prefix.cache.sequences == []
+    prefix.cache.validate()
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Prompts, "note_inexact"), (Batch, "commit")])
 def test_a_cache_that_generate_made_leaves_nothing(monkeypatch, model, owner, name):
-    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
-    prefix = PrefixCache(memory, fingerprint="a model")
+    prefix = prefix_for(model)
     options = {"cache_implementation": "kvcache", "cache_config": {"prefix": prefix}, **GREEDY}
     with monkeypatch.context() as patched:
         interrupt_behind(patched, owner, name)
         with pytest.raises(Stop):
             model.generate(random_tokens(1, 40), **options)
-    assert memory.sequences == []
+    assert prefix.cache.sequences == []
     assert prefix.stats.sequences == 0
-    memory.validate()
+    prefix.cache.validate()
 
 
 @pytest.mark.parametrize(
@@ -141,8 +139,7 @@ def test_rows_move_or_stay_or_are_forgotten(name, with_prefix):
         for way, text in (("stay", tokens), ("move", tokens[beams])):
             wanted[way] = model(torch.cat([text, new], 1)).logits[:, -1]
         for number in itertools.count(1):
-            memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
-            prefix = PrefixCache(memory, fingerprint="a model", **more) if with_prefix else None
+            prefix = prefix_for(model, **more) if with_prefix else None
             cache = HFCache(model.config, "f32", prefix=prefix)
             if with_prefix:
                 cache.acquire(tokens)
@@ -181,8 +178,7 @@ def test_sequences_that_are_acquired_are_held_or_end():
     """Wherever it is interrupted, no sequence is left that nobody has."""
     model, tokens = model_of("lfm2"), random_tokens(2, 40)
     model.set_attn_implementation("kvcache")
-    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
-    prefix = PrefixCache(memory, fingerprint="a model", state_bytes=HFCache.state_bytes(model))
+    prefix = prefix_for(model, state_bytes=HFCache.state_bytes(model))
     cache = HFCache(model.config, "f32", prefix=prefix)
     cache.acquire(tokens)
     with torch.no_grad():
@@ -196,6 +192,6 @@ def test_sequences_that_are_acquired_are_held_or_end():
     def check(cache):
         assert cache.get_seq_length() in (0, 40)
         cache.reset()
-        assert memory.sequences == []
+        assert prefix.cache.sequences == []
 
     assert interrupt_everywhere(make, check) > 100

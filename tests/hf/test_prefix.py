@@ -12,7 +12,7 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, CONFIGS, MIXED, make, model_of, passes, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, CONFIGS, MIXED, feeding, join, make, model_of, passes, prefix_for, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - it imports those
 from kvcache.hf.told import CACHE  # noqa: E402 - it imports those
@@ -25,29 +25,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 NAMES = ["llama", "mistral", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4"))]
 
 
-def prefix_for(model, **arguments):
-    cache = HFCache.make_kv_cache(model.config, "f32", block_size=BLOCK, **arguments)
-    return kvcache.PrefixCache(cache, fingerprint="a model")
-
-
-class Counting:
-    """Counts the tokens of a row that a model is fed."""
-
-    def __init__(self, model):
-        self.model, self.fed = model, []
-
-    def __enter__(self):
-        def note(_, args, kwargs):
-            ids = args[0] if args else kwargs["input_ids"]
-            self.fed.append(ids.shape[1])
-
-        self.hook = self.model.register_forward_pre_hook(note, with_kwargs=True)
-        return self
-
-    def __exit__(self, *exception):
-        self.hook.remove()
-
-
 def generate(model, tokens, prefix=None, attention="kvcache", **options):
     """Return what is generated, and the tokens of a row in each pass."""
     model.set_attn_implementation(attention)
@@ -55,13 +32,8 @@ def generate(model, tokens, prefix=None, attention="kvcache", **options):
     if prefix is not None:
         given["cache_config"] = {"prefix": prefix}
     torch.manual_seed(3)
-    with Counting(model) as counting:
-        made = model.generate(tokens, **{**GREEDY, **given, **options})
-    return made, counting.fed
-
-
-def join(*parts):
-    return torch.cat(parts, 1)
+    with feeding(model) as fed:
+        return model.generate(tokens, **{**GREEDY, **given, **options}), fed
 
 
 def test_a_cache_is_dropped_in_the_middle_of_a_batch():
@@ -455,7 +427,8 @@ def test_a_file_that_a_prefix_cache_does_not_fit(tmp_path):
     other = CONFIGS["gemma3"]()
     with pytest.raises(kvcache.StateFormatError, match=r"its layer 0 of attention has .*FullAttention.*; here it"):
         HFCache.load(other, path, prefix=prefix_for(make(other)))
-    prefix = prefix_for(model, max_bytes=30_000)  # a block of rows
+    memory = HFCache.make_kv_cache(model.config, "f32", block_size=BLOCK, max_bytes=30_000)  # a block of rows
+    prefix = kvcache.PrefixCache(memory, fingerprint="a model")
     with pytest.raises(kvcache.CacheFullError):
         HFCache.load(model.config, path, prefix=prefix)
     assert prefix.cache.sequences == []

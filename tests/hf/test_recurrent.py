@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import HYBRID, compare, model_of, ours, play, prepared, random_tokens, theirs  # noqa: E402 - torch may be missing
+from support.hf_pairs import HYBRID, compare, logits, model_of, ours, play, prepared, random_tokens, theirs  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - it imports those
 import kvcache.hf  # noqa: E402 - it imports those
@@ -36,14 +36,6 @@ WITH_WAYS = [each for way in WAYS for each in marked((name for name in HYBRID if
 def generate(model, cache, tokens, **options):
     options = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **options}
     return model.generate(tokens, past_key_values=cache, attention_mask=torch.ones_like(tokens), **options)
-
-
-def logits(model, cache, tokens):
-    """Feed tokens as `generate` does: Bamba takes positions from nowhere else."""
-    seen = cache.get_seq_length()
-    positions = torch.arange(seen, seen + tokens.shape[1])[None]
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, position_ids=positions).logits
 
 
 @pytest.mark.parametrize(("name", "way"), WITH_WAYS)

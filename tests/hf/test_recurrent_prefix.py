@@ -10,7 +10,8 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import HYBRID, model_of, prepared, random_tokens  # noqa: E402 - torch may be missing
+from support import hf_pairs  # noqa: E402 - torch may be missing
+from support.hf_pairs import HYBRID, feeding, join, logits, model_of, prepared, random_tokens  # noqa: E402 - as above
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
 from kvcache.hf.texts import PieceByPiece  # noqa: E402 - it imports those
@@ -26,9 +27,7 @@ OPTIONS = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
 
 
 def prefix_for(model, state_bytes=None):
-    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
-    state_bytes = HFCache.state_bytes(model) if state_bytes is None else state_bytes
-    return kvcache.PrefixCache(memory, fingerprint="a model", state_bytes=state_bytes)
+    return hf_pairs.prefix_for(model, state_bytes=HFCache.state_bytes(model) if state_bytes is None else state_bytes)
 
 
 def generate(model, tokens, prefix=None, mask=None, **options):
@@ -36,23 +35,9 @@ def generate(model, tokens, prefix=None, mask=None, **options):
     given = {"dtype": "f32"} if prefix is None else {"prefix": prefix}
     if "past_key_values" not in options:
         options |= {"cache_implementation": "kvcache", "cache_config": given}
-    mask, fed = torch.ones_like(tokens) if mask is None else mask, []
-    hook = model.register_forward_pre_hook(lambda *given: fed.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
-    try:
+    mask = torch.ones_like(tokens) if mask is None else mask
+    with feeding(model) as fed:
         return model.generate(tokens, attention_mask=mask, **{**OPTIONS, **options}), fed
-    finally:
-        hook.remove()
-
-
-def logits(model, cache, tokens):
-    seen = cache.get_seq_length()
-    positions = torch.arange(seen, seen + tokens.shape[1])[None]
-    with torch.no_grad():
-        return model(tokens, past_key_values=cache, position_ids=positions).logits
-
-
-def join(*parts):
-    return torch.cat(parts, 1)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, HYBRID, MAMBA, make, prepared, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, HYBRID, MAMBA, feeding, make, prefix_for, prepared, random_tokens  # noqa: E402 - torch may be missing
 
 import kvcache  # noqa: E402 - as above
 from kvcache import StateFormatError, state  # noqa: E402 - as above
@@ -84,14 +84,13 @@ def test_bits(tmp_path, name, dtype):
     model.set_attn_implementation("kvcache")
     tokens, mask = random_tokens(3, 20), torch.ones(3, 20, dtype=torch.long)
     tokens[1, :7] = mask[1, :7] = 0
-    cache, fed = HFCache(model.config, dtype="bf16"), []
+    cache = HFCache(model.config, dtype="bf16")
     text = generate(model, cache, tokens, mask)
     cache.save(tmp_path / "chat")
     loaded = HFCache.load(model.config, tmp_path / "chat")
     assert loaded.recurrent.nbytes == cache.recurrent.nbytes > 0
-    hook = model.register_forward_pre_hook(lambda *given: fed.append(given[2]["input_ids"].shape[1]), with_kwargs=True)
-    got = generate(model, loaded, text, mask)
-    hook.remove()
+    with feeding(model) as fed:
+        got = generate(model, loaded, text, mask)
     assert fed[0] == 1
     assert torch.equal(got, generate(model, cache, text, mask))
     cache.save(tmp_path / "chat")
@@ -115,8 +114,7 @@ def test_turns_and_a_second_save(tmp_path, name):
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
 def test_with_a_prefix_cache(tmp_path, name):
     model = prepared(name)
-    memory = HFCache.make_kv_cache(model.config, "f32", block_size=16)
-    prefix = kvcache.PrefixCache(memory, fingerprint="a model", state_bytes=HFCache.state_bytes(model))
+    prefix = prefix_for(model, state_bytes=HFCache.state_bytes(model))
     cache = HFCache(model.config, prefix=prefix)
     text = generate(model, cache, random_tokens(2, 40))
     cache.save(tmp_path / "chat")

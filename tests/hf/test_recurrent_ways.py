@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from hf.test_states import MODELS  # noqa: E402 - torch may be missing
-from support.hf_pairs import CONFIGS, make, random_tokens  # noqa: E402 - as above
+from support.hf_pairs import CONFIGS, make, prefix_for, random_tokens  # noqa: E402 - as above
 
 import kvcache.hf  # noqa: E402 - as above
 from kvcache import NotSupportedError  # noqa: E402 - as above
@@ -126,23 +126,16 @@ def test_searches_that_transformers_has_moved_to_its_hub(way):
 def test_prefix_caches(name):
     """The same prompt is fed from its last token on."""
     model, tokens = prepared(name), text_of()
+    prefix = prefix_for(model, state_bytes=HFCache.state_bytes(model))
     if name in BY_STEPS:
         with pytest.raises(NotSupportedError, match="single tokens only: leave prefix out"):
-            prefix_for(model)
+            HFCache(model.config, prefix=prefix)
         return
-    prefix = prefix_for(model)
     for _ in range(2):
         cache = HFCache(model.config, prefix=prefix)
         text = generate(model, tokens, cache)
         cache.release(text)
     assert prefix.stats.matched == 99
-
-
-def prefix_for(model):
-    memory = HFCache.make_kv_cache(model.config, "f32")
-    prefix = kvcache.PrefixCache(memory, fingerprint="a model", state_bytes=HFCache.state_bytes(model))
-    HFCache(model.config, prefix=prefix)
-    return prefix
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -12,7 +12,7 @@ import kvcache
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.hf_pairs import HYBRID, model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import HYBRID, feeding, model_of, prefix_for, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
 
@@ -31,26 +31,17 @@ class Process:
     def __init__(self, name, store, block_size=BLOCK):
         self.model = model_of(name)
         self.model.set_attn_implementation("kvcache")
-        memory = HFCache.make_kv_cache(self.model.config, "f32", block_size=block_size)
         state_bytes = HFCache.state_bytes(self.model)
-        self.prefix = kvcache.PrefixCache(
-            memory, fingerprint="a model", state_bytes=state_bytes, store=store, timeout=60
-        )
+        self.prefix = prefix_for(self.model, block_size, state_bytes=state_bytes, store=store, timeout=60)
 
     def generate(self, tokens, mask=None, num_new=8, **options):
         """Return what is generated, and the tokens of a row that were fed before the first new one."""
-        fed = []
-        hook = self.model.register_forward_pre_hook(
-            lambda *given: fed.append(given[2]["input_ids"].shape[1]), with_kwargs=True
-        )
         options = {"cache_implementation": "kvcache", "cache_config": {"prefix": self.prefix}} | options
         mask = torch.ones_like(tokens) if mask is None else mask
-        try:
+        with feeding(self.model) as fed:
             text = self.model.generate(
                 tokens, attention_mask=mask, do_sample=False, max_new_tokens=num_new, pad_token_id=0, **options
             )
-        finally:
-            hook.remove()
         assert self.prefix.flush(30)
         return text, sum(fed) - num_new + 1
 

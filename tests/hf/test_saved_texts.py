@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import model_of, random_tokens, two_sided  # noqa: E402 - torch may be missing
+from support.hf_pairs import feeding, model_of, random_tokens, two_sided  # noqa: E402 - torch may be missing
 
 from kvcache import state  # noqa: E402 - as above
 from kvcache.hf import HFCache, HFEncoderDecoderCache  # noqa: E402 - as above
@@ -49,13 +49,8 @@ def fresh(model, tokens, mask=None, **options):
 
 def fed(model, cache, tokens, mask=None, **options):
     """Return what is generated, and the columns of each pass."""
-    columns = []
-    part = model.model.embed_tokens
-    hook = part.register_forward_pre_hook(lambda _, args: columns.append(args[0].shape[1]))
-    try:
+    with feeding(model) as columns:
         return generate(model, cache, tokens, mask, **options), columns
-    finally:
-        hook.remove()
 
 
 def check_loaded(tmp_path, model, cache, text, mask=None, *, save=None, load=None, **options):

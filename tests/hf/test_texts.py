@@ -5,9 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import CONFIGS, make, prepared, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import CONFIGS, feeding, make, prefix_for, prepared, random_tokens  # noqa: E402 - torch may be missing
 
-import kvcache  # noqa: E402 - it imports those
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of transformers
@@ -84,16 +83,15 @@ def test_another_number_of_beams(before, after):
     mask = torch.ones_like(tokens)
     tokens[0, :6] = mask[0, :6] = 0
     for rows in (slice(1, 2), slice(2)):
-        cache, fed = HFCache(model.config, dtype="f32"), []
+        cache = HFCache(model.config, dtype="f32")
         text = generate(model, cache, tokens[rows], attention_mask=mask[rows], num_beams=before)
         more = torch.cat([text, random_tokens(len(text), 3)], 1)
         wide = torch.cat([mask[rows], torch.ones_like(more[:, 20:])], 1)
         want = fresh(model, more, attention_mask=wide, num_beams=after)
-        hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args, fed=fed: fed.append(args[0].shape))
-        got = generate(model, cache, more, attention_mask=wide, num_beams=after)
-        hook.remove()
+        with feeding(model) as fed:
+            got = generate(model, cache, more, attention_mask=wide, num_beams=after)
         assert torch.equal(got, want)
-        assert fed[0][1] <= more.shape[1] - 20, "the prompt is kept"
+        assert fed[0] <= more.shape[1] - 20, "the prompt is kept"
         assert cache.batch_size == len(text) * after
 
 
@@ -137,8 +135,7 @@ def test_a_text_with_other_inputs_than_before(length, prefixed):
         )
     )  # fmt: skip
     model.set_attn_implementation("kvcache")
-    memory = HFCache.make_kv_cache(model.config, "f32")
-    prefix = kvcache.PrefixCache(memory, fingerprint="a model") if prefixed else None
+    prefix = prefix_for(model) if prefixed else None
     cache, tokens = HFCache(model.config, "f32", prefix=prefix), random_tokens(1, 20)
     for kind, n in [(0, 20), (1, length), (0, length)]:
         text = tokens[:, :n]
@@ -174,8 +171,7 @@ PAIRS += [("twice as far", "of each row"), ("of each row", "of each row")]
 def test_positions_of_the_caller(first, then, prefixed):
     """Rows follow from their tokens' positions."""
     model, tokens = prepared("llama"), random_tokens(2, 20)
-    memory = HFCache.make_kv_cache(model.config, "f32")
-    prefix = kvcache.PrefixCache(memory, fingerprint="a model") if prefixed else None
+    prefix = prefix_for(model) if prefixed else None
     cache = HFCache(model.config, "f32", prefix=prefix)
 
     def check(text, way):
@@ -194,15 +190,14 @@ def test_positions_of_the_caller(first, then, prefixed):
 def test_only_what_stands_elsewhere_is_fed():
     """The tokens that `generate` adds stand behind the last position."""
     model = prepared("llama")
-    cache, fed = HFCache(model.config, dtype="f32"), []
+    cache = HFCache(model.config, dtype="f32")
     text = generate(model, cache, random_tokens(1, 40), position_ids=torch.arange(40)[None] * 2)
     positions = torch.cat([torch.arange(40) * 2, 79 + torch.arange(NEW)])[None]
-    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
-    for column in (47, 30):
-        generate(model, cache, edit(text, column), position_ids=positions, max_new_tokens=1)
-    positions[:, 20:] += 1
-    generate(model, cache, edit(text, 30), position_ids=positions, max_new_tokens=1)
-    hook.remove()
+    with feeding(model) as fed:
+        for column in (47, 30):
+            generate(model, cache, edit(text, column), position_ids=positions, max_new_tokens=1)
+        positions[:, 20:] += 1
+        generate(model, cache, edit(text, 30), position_ids=positions, max_new_tokens=1)
     assert fed == [1, 18, 28]
     with pytest.raises(ValueError, match=r"^position_ids has the shape \[1, 3\], input_ids \[1, 48\]: give the"):
         generate(model, cache, text, position_ids=positions[:, -3:])

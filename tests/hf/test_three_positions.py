@@ -5,12 +5,10 @@ import itertools
 
 import pytest
 
-import kvcache
-
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from support.hf_pairs import BASE, make, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import BASE, make, prefix_for, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import HFCache  # noqa: E402 - it imports those
 
@@ -54,7 +52,7 @@ def hybrid():
 
 @pytest.fixture
 def prefix(model):
-    return kvcache.PrefixCache(HFCache.make_kv_cache(model.config, "f32", block_size=4), fingerprint="a model")
+    return prefix_for(model, block_size=4)
 
 
 def text_of(rows, length=LONG):

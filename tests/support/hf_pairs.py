@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+import kvcache
 from kvcache.hf import HFCache
 
 VOCAB = 97
@@ -166,6 +168,40 @@ def two_sided(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 def random_tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
     """Return tokens that are neither padding, nor begin or end a text."""
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def join(*parts: torch.Tensor) -> torch.Tensor:
+    """Return texts behind each other."""
+    return torch.cat(parts, 1)
+
+
+def prefix_for(model: Any, block_size: int = 16, **options: Any) -> kvcache.PrefixCache:
+    """Return a prefix cache with rows in f32; a model with recurrent layers needs `state_bytes`."""
+    memory = HFCache.make_kv_cache(model.config, "f32", block_size=block_size)
+    return kvcache.PrefixCache(memory, fingerprint="a model", **options)
+
+
+@contextlib.contextmanager
+def feeding(model: Any) -> Iterator[list[int]]:
+    """Give a list of the columns that the model is fed in each pass."""
+    fed: list[int] = []
+
+    def note(_: Any, args: Any, given: Any) -> None:
+        fed.append((args[0] if args else given["input_ids"]).shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield fed
+    finally:
+        hook.remove()
+
+
+def logits(model: Any, cache: Any, tokens: torch.Tensor) -> Any:
+    """Feed tokens with their positions, as `generate` does: Bamba takes them from nowhere else."""
+    seen = cache.get_seq_length()
+    positions = torch.arange(seen, seen + tokens.shape[1])[None]
+    with torch.no_grad():
+        return model(tokens, past_key_values=cache, position_ids=positions).logits
 
 
 def theirs(model: Any) -> tuple[DynamicCache, str]:
