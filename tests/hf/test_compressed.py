@@ -4,6 +4,7 @@
 """
 
 import copy
+import functools
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ import kvcache
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support import sparse_models  # noqa: E402 - torch may be missing
 from support.sparse_models import (  # noqa: E402 - torch may be missing
     COMPRESSED,
     TOLERANCE,
@@ -38,9 +40,7 @@ FULL, RESUME = kvcache.FullAttention, 64
 WINDOW, HEAVY, SPARSE = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 
 
-def theirs(tokens, ends, **options):
-    model = with_attention(NAME, "eager")
-    return logits_of(model, their_cache(model), tokens, ends, **options)
+theirs = functools.partial(sparse_models.theirs, NAME)
 
 
 def test_compressed_rows_and_a_choice_matter():
@@ -51,31 +51,6 @@ def test_compressed_rows_and_a_choice_matter():
         other = made(NAME, {**COMPRESSED, **change})
         other.load_state_dict(with_attention(NAME, "eager").state_dict(), strict=False)
         assert off(logits_of(other, their_cache(other), tokens, [LENGTH]), want) > 0.05
-
-
-def test_layers():
-    layers = HFCache(model_of(NAME).config, "q8_0", transform="hadamard")._cache.layers
-    window = kvcache.SlidingWindow(8, resume_window=8 + RESUME)
-    assert [(layer.head_dim, layer.v_head_dim, layer.policy) for layer in layers[:4]] == [(64, 64, window)] * 4
-    inputs = [kvcache.SlidingWindow(n, resume_window=n + RESUME) for n in (16, 8)]
-    heavy = [(64, 64, FULL(stride=16)), (128, 0, inputs[0])]
-    sparse = [(64, 64, FULL(stride=4)), (256, 0, inputs[1]), (32, 0, FULL(stride=4)), (128, 0, inputs[1])]
-    assert [(layer.head_dim, layer.v_head_dim, layer.policy) for layer in layers[4:]] == heavy + 2 * sparse
-    exact = [layer for layer in layers[4:] if layer.policy in inputs]
-    assert {(layer.k_dtype, layer.k_transform) for layer in exact} == {("f32", None)}
-    assert {layer.k_dtype for layer in layers if layer not in exact} == {"q8_0"}
-
-
-def test_a_configuration_says_the_same_layers():
-    for config in (transformers.CONFIG_MAPPING[NAME](), model_of(NAME).config):
-        cache = HFCache(config)
-        said = kvcache.KVCache.from_config(config).layers
-        assert len(said) == len(cache._cache.layers)
-        assert len(cache.policy) == config.num_hidden_layers
-        for layer, ours in zip(said, cache._cache.layers, strict=True):
-            for field in ("num_kv_heads", "head_dim", "v_head_dim", "value_in_key"):
-                assert getattr(layer, field) == getattr(ours, field)
-            assert str(layer.policy).partition(", num_sink")[0] == str(ours.policy).partition(", num_sink")[0]
 
 
 def test_memory_of_a_token():
@@ -91,17 +66,6 @@ def test_memory_of_a_token():
     assert sizes[2] - sizes[1] == 320 << 13
 
 
-def test_memory_that_a_text_takes():
-    """The memory of a text grows by the compressed rows alone."""
-    model, held = with_attention(NAME, "kvcache"), []
-    tokens = tokens_of(1, 1 << 11)
-    cache = HFCache(model.config, dtype="bf16")
-    for end in (1 << 9, 1 << 11):
-        logits_of(model, cache, tokens, [*range(cache.get_seq_length() + 128, end + 1, 128)])
-        held.append(cache.nbytes)
-    assert (held[1] - held[0]) / (2048 - 512) == pytest.approx(2 * (64 / 16 + 2 * (64 + 32) / 4), rel=0.1)
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("rates", [(2, 3), (5, 7), pytest.param((4, 128), marks=pytest.mark.slow)])
 def test_rows_for_any_number_of_tokens(rates, attention):
@@ -113,23 +77,6 @@ def test_rows_for_any_number_of_tokens(rates, attention):
     want = logits_of(model, their_cache(model), tokens, ends)
     model.set_attn_implementation(attention)
     assert off(logits_of(model, HFCache(model.config, dtype="f32"), tokens, ends), want) < TOLERANCE
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_positions_that_are_not_given_count_columns(attention):
-    """A text behind padding gets the same rows as the text alone, whatever column it begins in."""
-    tokens, mask = tokens_of(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, :5] = 0
-    model = with_attention(NAME, attention)
-    cache, begin, found = HFCache(model.config, dtype="f32"), 0, []
-    for end in (21, 22, 40, *range(41, LENGTH + 1)):
-        given = {"attention_mask": mask[:, :end], "use_cache": True, CACHE: cache}
-        with torch.no_grad():
-            found.append(model(tokens[:, begin:end], **given).logits)
-        begin = end
-    got = torch.cat(found, 1)
-    assert off(got[:1], theirs(tokens[:1], [LENGTH])) < 2 * TOLERANCE
-    assert off(got[1:, 5:], theirs(tokens[1:, 5:], [LENGTH - 5])) < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -166,23 +113,6 @@ def test_a_mask_that_shows_padding_later_is_refused(attention):
             logits_of(model, cache, tokens, [end + 1], torch.ones_like(mask))
 
 
-def test_short_texts_choose_nothing(monkeypatch):
-    """Nothing is scored as long as all compressed rows would be chosen."""
-    tokens = tokens_of(2, 20)
-    want = theirs(tokens, [15, *range(16, 21)])
-    model = with_attention(NAME, "kvcache")
-    cache = HFCache(model.config, dtype="f32")
-    choose, seen = kvcache.Batch.choose, []
-
-    def note(batch, *args, **options):
-        seen.append(cache.get_seq_length())
-        return choose(batch, *args, **options)
-
-    monkeypatch.setattr(kvcache.Batch, "choose", note)
-    assert off(logits_of(model, cache, tokens, [15, *range(16, 21)]), want) < TOLERANCE
-    assert {*seen} == {15, 16, 17, 18, 19}
-
-
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_mask_that_the_kernels_do_not_know(padding):
     """A mask of elements has the rows decoded, as it may hide any token."""
@@ -204,36 +134,6 @@ def test_dropout_is_refused():
     cache = HFCache(model.config, dtype="f32")
     with pytest.raises(kvcache.NotSupportedError, match="dropout or a bias by position, with softcap or sinks"):
         logits_of(model, cache, tokens_of(1, LENGTH), [LENGTH])
-
-
-def test_enabled():
-    tokens = tokens_of(2, 21)
-    tokens[0, :4] = 0
-    options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": (tokens > 0).long()}
-    model = with_attention(NAME, "kvcache")
-    want = [
-        model.generate(row[None, n:], **options | {"attention_mask": None}, **{CACHE: HFCache(model.config, "f32")})[
-            0, -24:
-        ]
-        for row, n in zip(tokens, (4, 0), strict=True)
-    ]
-    kvcache.hf.enable(model, dtype="f32")
-    try:
-        got = model.generate(tokens, **options)
-    finally:
-        kvcache.hf.disable(model)
-    assert [row[-24:].tolist() for row in got] == [row.tolist() for row in want]
-
-
-def test_attentions_are_returned():
-    tokens = tokens_of(1, LENGTH)
-    model, found = with_attention(NAME, "eager"), []
-    for past in (their_cache(model), HFCache(model.config, dtype="f32")):
-        with torch.no_grad():
-            made = model(tokens, use_cache=True, output_attentions=True, **{CACHE: past}).attentions
-        found.append(made)
-    for ours, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(ours, wanted)
 
 
 def test_another_thread_waits_until_rows_are_decoded(monkeypatch):

@@ -23,6 +23,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
     model_of,
     off,
     their_cache,
+    theirs,
     tokens_of,
     with_attention,
 )
@@ -44,11 +45,6 @@ BLOCK = {
     "qwen4_exp_text": lambda n: {"indexer_compress_ratio": n},
     "deepseek_v4": lambda n: {"compress_rates": {"compressed_sparse_attention": n, "heavily_compressed_attention": 16}},
 }
-
-
-def theirs(name, tokens, ends, mask=None):
-    model = with_attention(name, "eager")
-    return logits_of(model, their_cache(model), tokens, ends, mask)
 
 
 @pytest.mark.parametrize(("name", "attention"), [*((name, "kvcache") for name in BLOCK), ("deepseek_v4", "eager")])
@@ -151,16 +147,6 @@ def test_padding_that_later_masks_do_not_hide(name, attention):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_tokens_that_a_later_mask_hides(attention):
-    model, tokens = with_attention("qwen4_exp_text", attention), tokens_of(2, LENGTH)
-    cache, mask = HFCache(model.config, dtype="f32"), torch.ones(2, LENGTH, dtype=torch.long)
-    logits_of(model, cache, tokens, [20])
-    mask[1, :5] = 0
-    with pytest.raises(kvcache.NotSupportedError, match="hides a token behind a row's first"):
-        logits_of(model, cache, tokens, [LENGTH], mask)
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("hidden", ["between others", "behind all"])
 def test_a_mask_for_each_token(hidden, attention):
     """The model's own indexer counts the blocks of each token, without what is hidden from it."""
@@ -184,19 +170,6 @@ def test_a_mask_for_each_token(hidden, attention):
     assert off(got[1, 5:], want[1, 5:]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", POOLED)
-def test_the_length_after_a_pass_that_failed_in_an_indexer(name):
-    model, tokens = made(name, POOLED[name], "kvcache"), tokens_of(1, LENGTH)
-    cache = HFCache(model.config, dtype="f32")
-    logits_of(model, cache, tokens, [10, 20])
-    indexers = [part for place, part in model.named_modules() if place.endswith("indexer")]
-    hook = next(indexers[0].children()).register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        logits_of(model, cache, tokens, [21])
-    hook.remove()
-    assert cache.get_seq_length() == 20
-
-
 def without_choices(name, attention):
     """Return a model in which rounding changes no choice: of experts, and of the rows of texts of up to 12 tokens."""
     if name != "deepseek_v4":
@@ -214,23 +187,6 @@ def test_stored_types(name):
         assert 0 < off(logits_of(model, cache, tokens, [6, *range(7, 12)]), want) < most
         longer = logits_of(model, cache, tokens_of(2, LENGTH), [LENGTH])
         assert torch.isfinite(longer).all()
-
-
-@pytest.mark.parametrize("attention", ["eager", "kvcache"])
-@pytest.mark.parametrize("name", [name for name in POOLED if name not in PURE])
-def test_prompts_with_recurrent_states_begin_as_earlier_ones(name, attention):
-    tokens = tokens_of(1, LENGTH)
-    want = theirs(name, tokens, [30, LENGTH])
-    model = with_attention(name, attention)
-    memory = HFCache.make_kv_cache(model.config, dtype="f32", block_size=4)
-    prefix = kvcache.PrefixCache(memory, fingerprint=name, state_bytes=HFCache.state_bytes(model))
-    first = HFCache(model.config, prefix=prefix)
-    first.acquire(tokens[:, :30])
-    logits_of(model, first, tokens, [30])
-    first.release()
-    second = HFCache(model.config, prefix=prefix)
-    assert second.acquire(tokens) == 30
-    assert off(logits_of(model, second, tokens, [LENGTH]), want[:, 30:]) < TOLERANCE
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -287,20 +243,6 @@ def test_other_caches_are_served_as_before(name):
         assert off(logits_of(model, their_cache(model), tokens, [20, LENGTH]), want) < TOLERANCE
         with torch.no_grad():
             assert off(model(tokens, use_cache=False).logits, want) < TOLERANCE
-
-
-@pytest.mark.parametrize("name", POOLED)
-def test_enabled(name):
-    tokens = tokens_of(2, 21)
-    model = with_attention(name, "eager")
-    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    want = model.generate(tokens, **options)
-    kvcache.hf.enable(model, dtype="f32")
-    try:
-        assert model.generate(tokens, **options).tolist() == want.tolist()
-    finally:
-        kvcache.hf.disable(model)
-    assert model.generate(tokens, **options).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("name", BLOCK)

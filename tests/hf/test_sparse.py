@@ -18,6 +18,7 @@ from support.sparse_models import (  # noqa: E402 - torch may be missing
     model_of,
     off,
     their_cache,
+    theirs,
     tokens_of,
     with_attention,
 )
@@ -41,10 +42,7 @@ NAMES = [
     for name in [*CHANGES, *POOLED, "deepseek_v4"] if name not in RECURRENT
 ]  # fmt: skip
 WITH_RECURRENT = NAMES + [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in RECURRENT]
-INDEXERS = {"glm_moe_dsa": 3, "hy_v4": 2, "dots3_note_text": 2, "mistral_large4": 5, "minimax_m3_vl_text": 3}
-INDEXERS |= {"glm5_next": 3}
 WIDTHS = {"index_topk", "topk_blocks", "block_topk", "token_budget"}  # attributes that say how much is chosen
-OWN_ROWS = {"mistral_large4": 4}
 PIECES = [13, 23, 25, *range(26, LENGTH + 1)]  # a single token is no padding for GLM-5.3
 MOVED = {("minimax_m3_vl_text", "kvcache"), ("deepseek_v4", "eager"), ("deepseek_v4", "kvcache")}
 PADDINGS = [(0, 0), (1, 5), (2, 21)]  # rows, and the columns that a mask hides before them
@@ -56,17 +54,7 @@ WAYS = {
     "chunked": {"prefill_chunk_size": 7},
     "several": {"num_return_sequences": 2, "num_beams": 2},
 }
-
-
-WANTED = {}  # what transformers computes with its own cache, for each attention of ours the same
-
-
-def theirs(name, tokens, ends, mask=None):
-    key = name, str(tokens.tolist()), str(ends), str(mask if mask is None else mask.tolist())
-    if key not in WANTED:
-        model = with_attention(name, "eager")
-        WANTED[key] = logits_of(model, their_cache(model), tokens, ends, mask)
-    return WANTED[key]
+GENERATED = {}  # with transformers' own cache, for each attention of ours the same
 
 
 def generate(model, past, tokens, **options):
@@ -90,34 +78,6 @@ def test_a_choice_matters():
         for part in indexers:
             vars(part).update(before)
         assert off(dense, want) > 0.05
-
-
-@pytest.mark.parametrize("name", POOLED)
-def test_the_cache_has_pooled_keys_beside_the_rows(name):
-    layers = HFCache(model_of(name).config, "q8_0", transform="hadamard")._cache.layers
-    num_rows = 2 if name in RECURRENT else 4
-    num_indexers = INDEXERS.get(name, num_rows)
-    assert [layer.v_head_dim > 0 for layer in layers] == [True] * num_rows + [False] * num_indexers * 2
-    for keys, inputs in zip(layers[num_rows::2], layers[num_rows + 1 :: 2], strict=True):
-        assert (keys.head_dim, keys.policy) == (32, kvcache.FullAttention(stride=4))
-        assert (keys.k_dtype, keys.k_transform) == ("q8_0", "hadamard")
-        assert (inputs.head_dim, inputs.policy) == (64, kvcache.SlidingWindow(4, resume_window=68))
-        assert (inputs.k_dtype, inputs.k_transform) == ("f32", None)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_cache_has_keys_of_indexers_beside_the_rows(name):
-    cache = HFCache(model_of(name).config)
-    layers = cache._cache.layers
-    rows = [layer for layer in layers if layer.v_head_dim]
-    assert len(rows) == OWN_ROWS.get(name, 4)
-    assert [layer.v_head_dim for layer in layers[len(rows) :]] == [0] * INDEXERS.get(name, 4)
-    assert [layer.head_dim for layer in layers[len(rows) :]] == [32] * INDEXERS.get(name, 4)
-    if name == "dots3_note_text":
-        assert [(layer.head_dim, layer.v_head_dim) for layer in rows] == [(48, 32)] * 2 + [(64, 48)] * 2
-    if name == "mistral_large4":  # the layer without a rotation keeps latents alone
-        assert [layer.head_dim for layer in rows] == [48, 48, 32, 48]
-    assert len(cache.policy) == len(rows)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *POOLED, *WITH_IMAGES])
@@ -208,33 +168,6 @@ def test_hidden_tokens(name, hidden, counted):
     assert cache.stats()["calls"]["kernel"] == 4 * len(ends)
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_text_that_hides_a_token_of_the_last_one(name):
-    """The indexer of MiniMax M3 scores hidden keys, too."""
-    model, tokens = with_attention(name, "kvcache"), tokens_of(1, LENGTH)
-    options = {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
-    mask = torch.ones_like(tokens)
-    mask[0, 12] = 0
-    cache = HFCache(model.config, "f32")
-    generate(model, cache, tokens[:, :-1])
-    got, want = (
-        torch.stack(generate(model, past, tokens, attention_mask=mask, **options).logits)
-        for past in (cache, HFCache(model.config, "f32"))
-    )
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-
-
-def test_positions_that_skip_are_seen_by_blocks():
-    """The model says by its positions which keys are later, and which blocks are its own."""
-    tokens, positions = tokens_of(2, LENGTH), torch.arange(LENGTH).expand(2, -1) * 3 // 4
-    made = []
-    for attention, make in (("eager", their_cache), ("kvcache", lambda model: HFCache(model.config, dtype="f32"))):
-        model = with_attention("minimax_m3_vl_text", attention)
-        with torch.no_grad():
-            made.append(model(tokens, position_ids=positions, use_cache=True, **{CACHE: make(model)}).logits)
-    assert off(made[1], made[0]) < TOLERANCE
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_come_and_go(name, attention):
@@ -274,12 +207,12 @@ def test_generate(name, way, attention):
     if way == "lookup" and name in {*POOLED, "deepseek_v4"}:
         pytest.skip("transformers takes these models for stateful ones, whose guesses it cannot take back")
     tokens = tokens_of(1 if way == "lookup" else 2, 21)
-    if (name, way) not in WANTED:
+    if (name, way) not in GENERATED:
         model = with_attention(name, "eager")
-        WANTED[name, way] = generate(model, their_cache(model), tokens, **WAYS[way])
+        GENERATED[name, way] = generate(model, their_cache(model), tokens, **WAYS[way])
     model = with_attention(name, attention)
     cache = HFCache(model.config, dtype="f32")
-    assert generate(model, cache, tokens, **WAYS[way]).tolist() == WANTED[name, way].tolist()
+    assert generate(model, cache, tokens, **WAYS[way]).tolist() == GENERATED[name, way].tolist()
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -302,11 +235,11 @@ def test_a_saved_state_goes_on(name, attention, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_RECURRENT)
 def test_prompts_begin_as_earlier_ones(name, attention):
     model = with_attention(name, attention)
     memory = HFCache.make_kv_cache(model.config, dtype="f32", block_size=16 if name == "deepseek_v4" else 4)
-    prefix = kvcache.PrefixCache(memory, fingerprint=name)
+    prefix = kvcache.PrefixCache(memory, fingerprint=name, state_bytes=HFCache.state_bytes(model))
     tokens = tokens_of(1, LENGTH)
     first = HFCache(model.config, prefix=prefix)
     first.acquire(tokens[:, :30])
