@@ -54,35 +54,6 @@ def logits(model, cache, parts=((0, 6), (6, 10), (10, 11))):
         return torch.cat([model(TOKENS[:, begin:end], past_key_values=cache).logits for begin, end in parts], 1)
 
 
-def test_stored_rows_are_there_for_who_asks(passed):
-    ours, theirs = passed
-    assert ours.stats()["tokens"] == 20
-    for mine, their in zip(ours.layers, theirs.layers, strict=True):
-        torch.testing.assert_close(mine.keys, their.keys)
-        torch.testing.assert_close(mine.values, their.values)
-    assert ours.stats()["calls"] == {"kernel": LAYERS, "dense": 0, "fallback": 0}
-
-
-@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
-@pytest.mark.parametrize("name", ["bart", "whisper"])
-def test_an_encoders_rows_are_there_for_who_asks(name, attention):
-    """Lengths and rows between passes are as in transformers' own cache."""
-    model, inputs = two_sided(name)
-    ours = HFEncoderDecoderCache(model.config, "f32")
-    theirs = transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
-    for begin, end in ((0, 2), (2, 3)):
-        for cache, implementation in ((theirs, "sdpa"), (ours, attention)):
-            run(model, inputs, cache, implementation, slice(begin, end))
-        for part in ("self_attention_cache", "cross_attention_cache"):
-            mine, their = getattr(ours, part), getattr(theirs, part)
-            assert mine.get_seq_length() == their.get_seq_length()
-            assert mine.is_initialized
-            for layer, like in zip(mine.layers, their.layers, strict=True):
-                assert layer.get_seq_length() == like.get_seq_length()
-                torch.testing.assert_close(layer.keys + 0, like.keys, rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(layer.values + 0, like.values, rtol=1e-4, atol=1e-4)
-
-
 def run(model, inputs, cache, attention, columns):
     """Feed a decoder some columns of its tokens."""
     model.set_attn_implementation(attention)
@@ -105,15 +76,6 @@ def test_an_encoders_rows_are_those_of_the_source_that_is_held():
         first.sum()
     values = layer.values + 0
     assert torch.equal(values, layer.values + 0)
-
-
-def test_an_empty_cache_has_no_rows(model):
-    cache = HFCache(model.config)
-    assert (cache.layers[0].keys, cache.layers[0].values, cache.is_initialized) == (None, None, False)
-    logits(model, cache)
-    assert cache.is_initialized
-    cache.reset()
-    assert not cache.is_initialized
 
 
 CHANGES = {
@@ -184,24 +146,6 @@ def test_what_a_mask_says_without_being_made(model, monkeypatch):
     assert cache.stats()["calls"] == {"kernel": 3 * LAYERS, "dense": 0, "fallback": 0}
 
 
-def test_a_model_that_attends_to_its_own_keys(model, monkeypatch):
-    """Rows that the model leaves unused are stored all the same."""
-    update = HFCache.update
-    keep = HFCache(model.config, dtype="f32")
-
-    def ignore(self, key, value, *args, **options):
-        update(self, key, value, *args, **options)
-        return key, value
-
-    with monkeypatch.context() as patch:
-        patch.setattr(HFCache, "update", ignore)
-        first = logits(model, keep, [(0, 10)])
-    want = transformers.DynamicCache(config=model.config)
-    torch.testing.assert_close(first, logits(model, want, [(0, 10)]), rtol=1e-4, atol=1e-3)
-    assert keep.get_seq_length() == 10
-    torch.testing.assert_close(logits(model, keep, [(10, 11)]), logits(model, want, [(10, 11)]), rtol=1e-4, atol=1e-3)
-
-
 @functools.cache
 def scripted():
     with warnings.catch_warnings():
@@ -254,16 +198,6 @@ def test_print(passed):
     assert said.endswith("KiB; layers attended: 3 by the kernels, 0 with dense tensors, 0 by fallback>"), said
 
 
-def test_print_counts_layers_of_the_model():
-    """The cache has a layer of index keys beside each."""
-    config = transformers.DeepseekV32Config(
-        num_hidden_layers=LAYERS, hidden_size=32, num_attention_heads=2, kv_lora_rank=32, qk_rope_head_dim=16,
-        index_head_dim=32, index_n_heads=2, index_topk=4,
-    )  # fmt: skip
-    cache = HFCache(config)
-    assert (cache._cache.num_layers, f"; {LAYERS} layers with policy=FullAttention(); " in repr(cache)) == (6, True)
-
-
 def test_print_says_what_windows_keep(model):
     policy = [SlidingWindow(4), FullAttention(), SlidingWindow(4)]
     cache = HFCache(model.config, transform="hadamard", policy=policy)
@@ -284,12 +218,6 @@ def test_saving_says_what_to_do(passed, save, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TypeError, match=r"use save\(\) and load\(\)"):
         save(passed[0])
-
-
-def test_saving_both_caches_says_what_to_do():
-    config = transformers.BartConfig(d_model=16, encoder_attention_heads=2, decoder_attention_heads=2)
-    with pytest.raises(TypeError, match=r"use save\(\) and load\(\)"):
-        pickle.dumps(HFEncoderDecoderCache(config))
 
 
 def test_a_config_with_fewer_layers(model):
@@ -344,14 +272,3 @@ def test_a_config_with_more_layers(model, attention, options, length):
     cache = HFCache(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 5}))
     with pytest.raises(ValueError, match=r"through 3 of 5 layers .* the config .*: give HFCache model\.config"):
         model.generate(TOKENS[:1, :length], past_key_values=cache, max_new_tokens=3, **options)
-
-
-def test_passes_with_a_config_with_more_layers(model):
-    cache = HFCache(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 5}))
-    with torch.inference_mode():
-        model(TOKENS, past_key_values=cache)
-        with pytest.warns(UserWarning, match="went through 3 of 5 layers, and its tokens were dropped"):
-            model(TOKENS, past_key_values=cache)  # as after an error
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"3 of 5 layers, .* \(11 tokens\) was dropped: .* model\.config"):
-                model(TOKENS[:, :1], past_key_values=cache)

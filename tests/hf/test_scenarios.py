@@ -157,19 +157,6 @@ def test_edits_between_passes(name, attention, padding):
     check_same(model, edited, attention)
 
 
-def test_edits_of_an_empty_cache():
-    """They do nothing, as with transformers' own cache."""
-    model, tokens = model_of("llama"), random_tokens(2, 5)
-
-    def edited(cache):
-        cache.reorder_cache(torch.tensor([1, 0]))
-        cache.batch_select_indices(torch.tensor([1]))
-        cache.batch_repeat_interleave(3)
-        yield from passes(model, cache, tokens)
-
-    check_same(model, edited)
-
-
 @pytest.mark.parametrize(
     "empty",
     [
@@ -189,52 +176,6 @@ def test_a_batch_without_rows(empty):
         yield from passes(model, cache, tokens[:, 4:])
 
     check_same(model, edited)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-@pytest.mark.parametrize("order", [("eager", "kvcache", "sdpa", "kvcache"), ("kvcache", "eager", "kvcache", "sdpa")])
-def test_attention_changed_between_passes(name, order):
-    """Rows stored under one attention serve another, with padding and without."""
-    model, tokens = model_of(name), random_tokens(2, 24)
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = mask[1, 8:10] = 0
-
-    def turns(attentions):
-        def scenario(cache):
-            for turn, attention in enumerate(attentions):
-                model.set_attn_implementation(attention)
-                begin = 6 * turn
-                yield from passes(model, cache, tokens[:, begin : begin + 6], mask, [begin + 4, begin + 5, begin + 6])
-
-        return scenario
-
-    with torch.no_grad():
-        want = [*turns(["sdpa"] * 4)(theirs(model)[0])]
-        got = [*turns(order)(ours(model)[0])]
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-3)
-
-
-@pytest.mark.parametrize("attention", ["kvcache", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_rows_that_a_user_reads(name, attention):
-    """`layers[i].keys` and `.values` are what transformers' own cache has, at any time, for whoever asks."""
-    model, tokens = model_of(name), random_tokens(2, 14)
-
-    def read(cache):
-        for end in (6, 7, 13, 14):
-            yield from passes(model, cache, tokens[:, cache.get_seq_length() : end])
-            for layer in cache.layers:
-                assert layer.is_initialized
-                yield layer.keys
-                yield layer.values
-        assert cache.is_initialized
-
-    cache = check_same(model, read, attention)
-    fresh, _ = ours(model)
-    assert not fresh.is_initialized
-    assert all(layer.keys is None or layer.keys.numel() == 0 for layer in fresh.layers)
-    assert len(cache) == len(model.config.layer_types if name == "gemma3" else fresh.layers)
 
 
 @pytest.mark.parametrize(

@@ -109,26 +109,6 @@ def test_two_blocks_are_at_most_half_a_window(model, policy, block_size):
     assert block_size_for(cache.policy) == block_size
 
 
-def test_rows_of_unequal_length(model):
-    """The first pieces of a row may be nothing but padding."""
-    ids = torch.randint(1, 64, (2, 1_300), generator=torch.Generator().manual_seed(2))
-    mask = torch.ones_like(ids)
-    mask[1, :700] = 0
-    model.set_attn_implementation("sdpa")
-    text = generate(model, DynamicCache(config=model.config), ids, attention_mask=mask)
-    ours, _, _ = generate_and_watch(model, ids, "kvcache", attention_mask=mask)
-    assert torch.equal(ours, text)
-
-
-def test_a_prompt_whose_states_are_shown_is_fed_at_once(model):
-    ids = torch.randint(0, 64, (1, 1_000), generator=torch.Generator().manual_seed(3))
-    model.set_attn_implementation("kvcache")
-    cache = HFCache(model.config)
-    result = generate(model, cache, ids, return_dict_in_generate=True, output_hidden_states=True)
-    assert result.hidden_states[0][0].shape[1] == 1_000
-    assert model.generation_config.prefill_chunk_size is None
-
-
 TOKENS = torch.ones(1, 1_100, dtype=torch.long)
 
 
