@@ -40,17 +40,6 @@ def test_generate_makes_the_cache(name, before):
     assert torch.equal(again.sequences, want.sequences)
 
 
-def test_it_can_be_called_again():
-    model = make(CONFIGS["llama"]())
-    enable(model)
-    for arguments, dtype in (({"dtype": "bf16"}, "bf16"), ({"policy": kvcache.SlidingWindow(9)}, "f16")):
-        enable(model, **arguments)
-        assert f"dtype='{dtype}'" in repr(model.generate(random_tokens(1, 5), **OPTIONS).past_key_values)
-    for _ in range(2):
-        disable(model)
-        assert model.config._attn_implementation == "eager"  # as it was before the first call
-
-
 def test_arguments_of_no_cache_are_refused():
     """They would be ignored, and a tenant's prompt kept for all."""
     model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
@@ -85,17 +74,6 @@ def test_what_is_asked_for_wins():
     assert model.generate(tokens, use_cache=False, **OPTIONS).past_key_values is None
     config = transformers.GenerationConfig(**OPTIONS)
     assert "dtype='bf16'" in repr(model.generate(tokens, generation_config=config).past_key_values)
-
-
-def test_a_model_with_an_encoder():
-    model, inputs = two_sided("bart")
-    want = model.generate(**inputs, **OPTIONS).sequences
-    enable(model, dtype="f32")
-    got = model.generate(**inputs, **OPTIONS)
-    assert isinstance(got.past_key_values, HFEncoderDecoderCache)
-    assert torch.equal(got.sequences, want)
-    disable(model)
-    assert isinstance(model.generate(**inputs, **OPTIONS).past_key_values, transformers.EncoderDecoderCache)
 
 
 def test_a_length_of_sources():
@@ -199,39 +177,6 @@ def test_types_of_keys_and_of_values(arguments, types, tmp_path):
     made += [two.self_attention_cache, two.cross_attention_cache]
     for cache in made:
         assert {(layer.k_dtype, layer.v_dtype) for layer in cache._cache.layers} == {types}
-
-
-def test_types_that_a_prefix_cache_does_not_have():
-    config = transformers.LlamaConfig(**BASE | {"head_dim": 32})
-    memory = HFCache.make_kv_cache(config, k_dtype="int6", v_dtype="int4")
-    prefix = kvcache.PrefixCache(memory, fingerprint="one")
-    HFCache(config, prefix=prefix, k_dtype="int6")
-    with pytest.raises(
-        ValueError, match=r"^v_dtype='int6': layer 0 of the cache of prefix has v_dtype='int4': leave v_d"
-    ):
-        HFCache(config, prefix=prefix, v_dtype="int6")
-
-
-def test_pickled_models():
-    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 5)
-    memory = HFCache.make_kv_cache(model.config, dtype="bf16")
-    enable(model, prefix=kvcache.PrefixCache(memory, fingerprint="one"))
-    again = pickle.loads(pickle.dumps(model))
-    assert "dtype='bf16'" in repr(again.generate(tokens, **OPTIONS).past_key_values)
-    assert again.generate(tokens, **OPTIONS).past_key_values.beginnings.is_open is False
-    disable(again)
-    assert again.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("enabled", ["model", "draft", "both"])
-def test_a_draft_model(enabled):
-    model, tokens = make(CONFIGS["llama"]()), random_tokens(1, 15)
-    draft = make(transformers.LlamaConfig(**BASE | {"num_hidden_layers": 1}))
-    want = model.generate(tokens, assistant_model=draft, **OPTIONS).sequences
-    for name, each in (("model", model), ("draft", draft)):
-        if enabled in (name, "both"):
-            enable(each, dtype="f32")
-    assert torch.equal(model.generate(tokens, assistant_model=draft, **OPTIONS).sequences, want)
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "lfm2"])

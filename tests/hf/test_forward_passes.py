@@ -36,13 +36,6 @@ def model_with(order):
     return model
 
 
-@pytest.mark.parametrize("attention", ["kvcache", "eager"])
-@pytest.mark.parametrize("order", [[3, 2, 1, 0], [1, 0, 3, 2]])
-def test_layers_in_another_order(order, attention):
-    model, tokens = model_with(order), random_tokens(2, 13)
-    check_same(model, lambda cache: passes(model, cache, tokens, None, [10, 12, 13]), attention)
-
-
 @pytest.mark.parametrize("order", [[0, 1, 1, 2], [0, 1, 2, 2]])
 @pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")
 def test_a_layer_that_runs_twice(order):
@@ -83,33 +76,6 @@ def test_a_copy_used_in_the_middle_of_a_pass():
     torch.testing.assert_close(again, want)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_an_error_in_the_attention(monkeypatch, layer, kind):
-    """A pass that ends in the attention of any layer, the first and the last too, leaves nothing."""
-    model, tokens = model_of("llama"), random_tokens(2, 13)
-    attend = kvcache.Batch.attend
-
-    def fail(batch, index, *args, **options):
-        if index == layer:
-            raise kind
-        return attend(batch, index, *args, **options)
-
-    def play(cache):
-        yield from passes(model, cache, tokens[:, :10])
-        if not isinstance(cache, transformers.DynamicCache):
-            with monkeypatch.context() as patch:
-                patch.setattr(kvcache.Batch, "attend", fail)
-                with pytest.raises(kind):
-                    model(tokens[:, 10:12], past_key_values=cache)
-            assert cache.get_seq_length() == 10
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tokens were dropped
-            yield from passes(model, cache, tokens[:, 10:], None, [12, 13])
-
-    check_same(model, play)
-
-
 @pytest.mark.parametrize("told", [False, True])
 def test_an_error_between_two_layers(told):
     """The tokens may be fed again as they were; others, once the cache was told that the pass failed."""
@@ -132,28 +98,6 @@ def test_an_error_between_two_layers(told):
             yield from passes(model, cache, tokens[:, 8:], None, [10, 13] if told else [12, 13])
 
     check_same(model, play)
-
-
-@pytest.mark.parametrize("embedded", [False, True])
-def test_generating_that_fails_between_two_layers(embedded):
-    """Other prompts may follow, and calls of the model."""
-    model = make(CONFIGS["llama"]())
-    model.set_attn_implementation("kvcache")
-    cache, new = ours(model)[0], ours(model)[0]
-    embed = model.get_input_embeddings()
-    texts = random_tokens(1, 9), random_tokens(1, 6)
-    prompts = [{"inputs_embeds": embed(text)} if embedded else {"input_ids": text} for text in texts]
-    options = {"max_new_tokens": 3, "do_sample": False}
-    with torch.no_grad():
-        for _ in range(2):
-            hook = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                model.generate(**prompts[0], past_key_values=cache, **options)
-            hook.remove()
-            want = model.generate(**prompts[1], past_key_values=new, **options)
-            assert torch.equal(model.generate(**prompts[1], past_key_values=cache, **options), want)
-            cache.reset()
-            new.reset()
 
 
 @pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
@@ -184,20 +128,6 @@ def test_a_first_pass_that_fails(monkeypatch, layer, again):
         assert cache.batch_size == cache.layers[0].batch_size == -1
         torch.testing.assert_close(run(cache, tokens), run(new, tokens))
     assert (cache.batch_size, cache.get_seq_length()) == (3, new.get_seq_length())
-
-
-def test_a_first_pass_that_fails_lets_a_prompt_be_acquired(monkeypatch):
-    model, tokens = model_of("llama"), random_tokens(2, 13)
-    model.set_attn_implementation("kvcache")
-    rows = kvcache.hf.HFCache.make_kv_cache(model.config, "f32", block_size=4)
-    prefix = kvcache.PrefixCache(rows, fingerprint="llama")
-    cache = kvcache.hf.HFCache(model.config, prefix=prefix)
-    with torch.no_grad(), monkeypatch.context() as patch:
-        patch.setattr(kvcache.Batch, "attend", lambda *args, **options: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(tokens, past_key_values=cache)
-    assert cache.acquire(tokens[:1]) == 0
-    assert cache.batch_size == 1
 
 
 @pytest.mark.parametrize("act", ["feed", "evict"])
@@ -308,24 +238,6 @@ def test_another_thread_cannot_change_the_cache_of_a_text_that_is_made(name):
     assert [type(error) for error in raised] == [kvcache.CacheBusyError] * 4 * len(changes)
     assert torch.equal(generate(cache), want)
     assert not elsewhere(lambda: cache.reset())
-
-
-def test_a_refused_call_leaves_what_a_prefix_cache_is_told():
-    """Otherwise the prefix cache does not find the end of the text again."""
-    model, tokens, raised = make(CONFIGS["llama"]()).requires_grad_(False), random_tokens(1, 13), []
-    model.set_attn_implementation("kvcache")
-    prefix = kvcache.PrefixCache(HFCache.make_kv_cache(model.config, block_size=4), fingerprint="a model")
-    cache, main = HFCache(model.config, prefix=prefix), threading.get_ident()
-
-    def interfere(*_):
-        if threading.get_ident() == main:
-            raised.extend(elsewhere(lambda: model(tokens[:, :1], past_key_values=cache)))
-
-    model.model.layers[3].register_forward_pre_hook(interfere)
-    text = model.generate(tokens, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    cache.release(text)
-    assert [type(error) for error in raised] == [kvcache.CacheBusyError] * 4
-    assert prefix.lookup([*text[0].tolist(), 1]) == 16
 
 
 @pytest.mark.filterwarnings("ignore:kvcache. the last forward pass")

@@ -73,22 +73,6 @@ def test_a_mask_may_hide_more_and_less(name):
     check_same(model, turns)
 
 
-@pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONFIGS][1:])])
-def test_generate(name, hidden):
-    """Prompts with padding anywhere, in one part and in chunks, greedily and with beams."""
-    model = model_of(name)
-    mask, tokens = mask_of(hidden), random_tokens(3, LENGTH)
-    for options in ({}, {"num_beams": 2}, {"prefill_chunk_size": 5}):
-
-        def generate(cache, options=options):
-            yield model.generate(
-                tokens, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=9, **options
-            )
-
-        check_same(model, generate)
-
-
 @pytest.mark.parametrize("attention", ["kvcache", "eager"])
 @pytest.mark.parametrize("second", ["pads masked", "no mask", "all shown"])
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])

@@ -109,26 +109,6 @@ def test_a_selection_of_more_rows_than_there_are_counts_as_none(calls):
     assert f"once each text has {80 + 2 * LENGTH + 1} tokens" in repr(cache)
 
 
-def test_results_differ_only_where_rows_are_selected():
-    model, tokens = model_of(), random_tokens(1, LENGTH + NEW)
-    dense = logits_of(model, HFCache(model.config), tokens, LENGTH)
-    got = logits_of(model, HFCache(model.config, select=SELECT), tokens, LENGTH)
-    first = FROM - 1 - LENGTH  # the token with which the text has as many
-    assert torch.equal(got[:, :first], dense[:, :first])
-    assert not torch.equal(got[:, first:], dense[:, first:])
-    many = logits_of(model, HFCache(model.config, select=LENGTH), tokens, LENGTH)
-    assert torch.equal(many, dense)
-
-
-def test_without_select_nothing_changes(calls):
-    model, tokens = model_of(), random_tokens(1, FROM)
-    cache = HFCache(model.config)
-    generate(model, tokens, cache)
-    assert not any(layer.sketch for layer in cache._cache.layers)
-    assert {select for *_, select in calls} == {None}
-    assert "select" not in repr(cache)
-
-
 def test_the_shortest_text_of_a_batch_counts(calls):
     model, tokens = model_of(), random_tokens(2, LENGTH)
     mask = torch.ones_like(tokens)
@@ -136,17 +116,6 @@ def test_the_shortest_text_of_a_batch_counts(calls):
     generate(model, tokens, HFCache(model.config, select=SELECT), attention_mask=mask)
     steps = [select for layer, n, select in calls if layer == 3 and n == 1]
     assert steps == [None] * (FROM - LENGTH + 5 - 1) + [SELECT] * (NEW - 1 - (FROM - LENGTH + 5 - 1))
-
-
-def test_hidden_tokens_are_not_selected():
-    model, tokens = model_of(), random_tokens(1, LENGTH + NEW)
-    mask, other = torch.ones_like(tokens), tokens.clone()
-    mask[:, 100:200] = 0
-    other[:, 100:200] = 5
-    got = [
-        logits_of(model, HFCache(model.config, select=SELECT), t, LENGTH, attention_mask=mask) for t in (tokens, other)
-    ]
-    assert torch.equal(*got)
 
 
 @pytest.mark.parametrize("way", ["lookup", "draft"])
@@ -163,14 +132,6 @@ def test_verified_guesses_are_dense(calls, way):
     assert {select for *_, select in several} == {None}
 
 
-def test_a_draft_selects_no_rows(calls):
-    model, tokens = model_of(), random_tokens(1, FROM)
-    draft = model_of(num_hidden_layers=2)  # too few for it
-    options = {"cache_implementation": "kvcache", "cache_config": {"select": SELECT}}
-    model.generate(tokens, assistant_model=draft, **OPTIONS, **options)
-    assert {layer for layer, _, select in calls if select is not None} <= {2, 3}
-
-
 @pytest.mark.parametrize("layers", [2, 3])
 def test_the_first_layers_as_a_draft_select_no_rows(calls, layers):
     model, tokens = model_of(), random_tokens(1, FROM)
@@ -179,18 +140,6 @@ def test_the_first_layers_as_a_draft_select_no_rows(calls, layers):
     ends = [select for (layer, _, select), after in itertools.pairwise(calls) if (layer, after[0]) == (layers - 1, 0)]
     assert len(ends) > 3
     assert set(ends) == {None}
-
-
-def test_beams_copies_and_crops(calls):
-    model, tokens = model_of(), random_tokens(1, FROM)
-    cache = HFCache(model.config, select=SELECT)
-    generate(model, tokens, cache, num_beams=2)
-    generate(model, tokens, copy.deepcopy(cache))
-    cache.crop(-5)
-    del calls[:]
-    with torch.inference_mode():
-        model(tokens[:1, :1].expand(2, 1), past_key_values=copy.copy(cache))
-    assert [select for *_, select in calls] == [None, None, SELECT, SELECT]
 
 
 def test_prefixes_keep_no_token_behind_the_first_that_selected():

@@ -66,25 +66,6 @@ def test_texts_of_the_same_and_of_other_sources(name):
         assert torch.equal(generate(model, again, inputs), text), turn
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}])
-def test_several_texts_of_a_source(options):
-    model, inputs = two_sided("bart")
-    cache = cache_of(model)
-    want = generate(model, cache_of(model), inputs, **options)
-    other = other_source(inputs)
-    for given, text in ((inputs, want), (inputs, want), (other, generate(model, cache_of(model), other, **options))):
-        assert torch.equal(generate(model, cache, given, **options), text)
-
-
-def test_a_prompt_lookup_of_another_source():
-    model, inputs = two_sided("bart")
-    one = {name: tensor[:1] for name, tensor in inputs.items()}
-    cache = cache_of(model)
-    for given in (one, one, other_source(one)):
-        got = generate(model, cache, given, prompt_lookup_num_tokens=2)
-        assert torch.equal(got, generate(model, cache_of(model), given))
-
-
 @pytest.mark.parametrize("name", TWO_SIDED)
 def test_a_draft_encodes_the_source_itself(name):
     model, inputs = two_sided(name)
@@ -115,30 +96,3 @@ def test_a_prompt_in_chunks_sees_the_whole_source(name):
     one = {name: tensor[1:] for name, tensor in text_of(inputs, prompt).items()}
     for way in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": copy.deepcopy(model)}):
         assert torch.equal(generate(model, None, one, prefill_chunk_size=4, **way), want.sequences[1:]), way
-
-
-def test_rows_that_the_caller_moves():
-    model, inputs = two_sided("bart")
-    cache = cache_of(model)
-    want = generate(model, cache, inputs)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(generate(model, cache, inputs), want)
-
-
-def test_a_cache_that_was_not_told_its_text():
-    model, inputs = two_sided("bart")
-    model.set_attn_implementation("kvcache")
-    cache = cache_of(model)
-    given = {"input_ids" if name == "inputs" else name: tensor for name, tensor in inputs.items()}
-    with torch.no_grad():
-        model(**given, past_key_values=cache)
-    with pytest.raises(ValueError, match="input_ids has 3 tokens, and the cache holds 3 tokens that it was not told"):
-        generate(model, cache, inputs)
-    cache.crop(-3)
-    assert torch.equal(generate(model, cache, inputs), generate(model, cache_of(model), inputs))
-    few = {name: tensor[:1] for name, tensor in inputs.items()}
-    cache = cache_of(model)
-    with torch.no_grad():
-        model(**given, past_key_values=cache)
-    with pytest.raises(ValueError, match="the batch has 1 row: the cache was filled with 2"):
-        generate(model, cache, few)
