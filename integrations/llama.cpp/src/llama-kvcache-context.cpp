@@ -422,32 +422,3 @@ bool llama_kvcache_context::next() {
 const llama_ubatch &llama_kvcache_context::get_ubatch() const { return ubatches[i_cur]; }
 
 llama_memory_status llama_kvcache_context::get_status() const { return status; }
-
-const llama_memory_attn_i *llama_kvcache_context::get_attn_impl() const { return this; }
-
-ggml_tensor *llama_kvcache_context::build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates,
-                                               ggml_tensor *bias, ggml_tensor **pos, int il) const {
-    return mem->build_pool(graph, values, gates, bias, pos, il);
-}
-
-void llama_kvcache_context::get_prev_tokens(const llama_ubatch &ubatch, uint32_t n,
-                                            std::vector<llama_token> &res) const {
-    mem->get_prev_tokens(ubatch, n, res);
-}
-
-ggml_tensor *llama_kvcache_context::build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k,
-                                                 ggml_tensor *weights, int il) const {
-    return mem->build_choose(graph, q, k, weights, il);
-}
-
-ggml_tensor *llama_kvcache_context::build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b,
-                                               ggml_tensor *wo_s, ggml_tensor *q, ggml_tensor *k, ggml_tensor *v,
-                                               ggml_tensor *sinks, ggml_tensor *v_mla, ggml_tensor *chosen,
-                                               float kq_scale, int il) const {
-    return mem->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, chosen, kq_scale, il);
-}
-
-ggml_tensor *llama_kvcache_context::build_attn_dsv4(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *kv,
-                                                    ggml_tensor *qr, ggml_tensor *cur, ggml_tensor *pos, int il) const {
-    return mem->build_attn_dsv4(graph, q, kv, qr, cur, pos, il);
-}

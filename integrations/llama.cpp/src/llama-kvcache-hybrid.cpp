@@ -162,28 +162,6 @@ void llama_kvcache_hybrid::state_read(llama_io_read_i &io, llama_seq_id seq_id, 
     }
 }
 
-const char *llama_kvcache_hybrid::description() const { return attn.description(); }
-
-const char *llama_kvcache_hybrid::metrics() { return attn.metrics(); }
-
-const char *llama_kvcache_hybrid::failure() const { return attn.failure(); }
-
-bool llama_kvcache_hybrid::has_prefix() const { return attn.has_prefix(); }
-
-int32_t llama_kvcache_hybrid::prefix_block() const { return attn.prefix_block(); }
-
-int32_t llama_kvcache_hybrid::prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) {
-    return attn.prefix_begin(seq_id, prompt, n_held);
-}
-
-void llama_kvcache_hybrid::prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) {
-    attn.prefix_keep(seq_id, prompt);
-}
-
-void llama_kvcache_hybrid::prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) {
-    attn.prefix_steer(data, len, il_start, il_end);
-}
-
 llama_kvcache_hybrid_context::llama_kvcache_hybrid_context(llama_memory_context_ptr attn, llama_memory_context_ptr recr)
     : attn(std::move(attn)), recr(std::move(recr)) {}
 
@@ -203,32 +181,6 @@ const llama_ubatch &llama_kvcache_hybrid_context::get_ubatch() const { return at
 
 llama_memory_status llama_kvcache_hybrid_context::get_status() const {
     return llama_memory_status_combine(attn->get_status(), recr->get_status());
-}
-
-const llama_memory_attn_i *llama_kvcache_hybrid_context::get_attn_impl() const { return this; }
-
-ggml_tensor *llama_kvcache_hybrid_context::build_pool(const llm_graph_context &graph, ggml_tensor *values,
-                                                      ggml_tensor *gates, ggml_tensor *bias, ggml_tensor **pos,
-                                                      int il) const {
-    return attn->get_attn_impl()->build_pool(graph, values, gates, bias, pos, il);
-}
-
-ggml_tensor *llama_kvcache_hybrid_context::build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k,
-                                                        ggml_tensor *weights, int il) const {
-    return attn->get_attn_impl()->build_choose(graph, q, k, weights, il);
-}
-
-ggml_tensor *llama_kvcache_hybrid_context::build_attn(const llm_graph_context &graph, ggml_tensor *wo,
-                                                      ggml_tensor *wo_b, ggml_tensor *wo_s, ggml_tensor *q,
-                                                      ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks,
-                                                      ggml_tensor *v_mla, ggml_tensor *chosen, float kq_scale,
-                                                      int il) const {
-    return attn->get_attn_impl()->build_attn(graph, wo, wo_b, wo_s, q, k, v, sinks, v_mla, chosen, kq_scale, il);
-}
-
-void llama_kvcache_hybrid_context::get_prev_tokens(const llama_ubatch &ubatch, uint32_t n,
-                                                   std::vector<llama_token> &res) const {
-    attn->get_attn_impl()->get_prev_tokens(ubatch, n, res);
 }
 
 const llama_memory_recurrent_context *llama_kvcache_hybrid_context::get_recr() const {

@@ -35,15 +35,7 @@ class llama_kvcache_hybrid : public llama_memory_i {
     void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
-    const char *description() const override;
-    const char *metrics() override;
-    const char *failure() const override;
-
-    bool has_prefix() const override;
-    int32_t prefix_block() const override;
-    int32_t prefix_begin(llama_seq_id seq_id, const llama_memory_prompt &prompt, int32_t n_held) override;
-    void prefix_keep(llama_seq_id seq_id, const llama_memory_prompt &prompt) override;
-    void prefix_steer(const float *data, size_t len, int32_t il_start, int32_t il_end) override;
+    llama_memory_kvcache_i *get_kvcache() override { return &attn; }
 
   private:
     bool has_attn_state(llama_state_seq_flags flags) const;
@@ -54,7 +46,7 @@ class llama_kvcache_hybrid : public llama_memory_i {
     llama_kvcache attn; // which keeps the states of recr with its prompts
 };
 
-class llama_kvcache_hybrid_context : public llama_memory_context_i, public llama_memory_attn_i {
+class llama_kvcache_hybrid_context : public llama_memory_context_i {
   public:
     llama_kvcache_hybrid_context(llama_memory_context_ptr attn, llama_memory_context_ptr recr);
 
@@ -64,18 +56,7 @@ class llama_kvcache_hybrid_context : public llama_memory_context_i, public llama
     const llama_ubatch &get_ubatch() const override;
     llama_memory_status get_status() const override;
 
-    const llama_memory_attn_i *get_attn_impl() const override;
-
-    ggml_tensor *build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates, ggml_tensor *bias,
-                            ggml_tensor **pos, int il) const override;
-    ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
-                              int il) const override;
-    ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
-                            ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
-                            ggml_tensor *chosen, float kq_scale, int il) const override;
-
-    void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const override;
-
+    const llama_memory_attn_i *get_attn_impl() const override { return attn->get_attn_impl(); }
     const llama_memory_recurrent_context *get_recr() const override;
 
   private:

@@ -207,21 +207,7 @@ void llama_kvcache::state_reader::begin(const state_part &part) {
         seq_ids[tokens[i]] = id_of(cells[i].source);
     }
 
-    kvc_begin_args args = {};
-
-    args.struct_size = sizeof(args);
-    args.num_tokens = (int32_t)cells.size();
-    args.positions = positions.data();
-    args.seq_ids = seq_ids.data();
-    args.replaced = part.replaced.data();
-
-    kvc_batch *res = nullptr;
-
-    if (kvc_begin_with(mem.cache, &args, &res)) {
-        throw llama_kvcache_state_failure(format("%zu cells do not fit: %s", cells.size(), kvc_last_error()));
-    }
-
-    batch.reset(res);
+    batch = mem.begin_restored(positions, seq_ids, part.replaced);
 }
 
 std::vector<llama_kvcache::state_reader::place> llama_kvcache::state_reader::places_of(int32_t layer,

@@ -7,7 +7,6 @@
 #include "llama-io.h"
 
 #include <map>
-#include <memory>
 #include <set>
 #include <string>
 #include <utility>
@@ -107,7 +106,7 @@ class llama_kvcache::state_reader {
     // [stream] sources and positions of the cells with attention, ascending, for those of indexers
     std::vector<std::vector<std::pair<int32_t, llama_pos>>> restored;
 
-    std::unique_ptr<kvc_batch, void (*)(kvc_batch *)> batch;
+    batch_ptr batch;
 };
 
 template <typename T>

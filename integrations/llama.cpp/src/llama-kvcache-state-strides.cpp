@@ -14,7 +14,6 @@
 #include "llama-io.h"
 
 #include <algorithm>
-#include <memory>
 
 static uint32_t magic_of(llama_state_seq_flags flags) {
     return flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY ? 0x5043564b : 0x5343564b; // KVCP, KVCS
@@ -203,21 +202,7 @@ void llama_kvcache::read_part(llama_io_read_i &io, const strided_part &part, int
         replaced[layer] = 1;
     }
 
-    kvc_begin_args args = {};
-
-    args.struct_size = sizeof(args);
-    args.num_tokens = (int32_t)positions.size();
-    args.positions = positions.data();
-    args.seq_ids = seq_ids.data();
-    args.replaced = replaced.data();
-
-    kvc_batch *begun = nullptr;
-
-    if (kvc_begin_with(cache, &args, &begun)) {
-        throw llama_kvcache_state_failure(format("%zu tokens do not fit: %s", positions.size(), kvc_last_error()));
-    }
-
-    std::unique_ptr<kvc_batch, void (*)(kvc_batch *)> to(begun, kvc_abort);
+    batch_ptr to = begin_restored(positions, seq_ids, replaced);
 
     for (const int32_t layer : part.layers) {
         read_layer(io, to.get(), layer, first, n_tokens);

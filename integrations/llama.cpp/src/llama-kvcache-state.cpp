@@ -1,5 +1,6 @@
 #include "llama-kvcache-state.h"
 
+#include "llama-impl.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -73,6 +74,26 @@ llama_kvcache::state_row llama_kvcache::state_row_of(int32_t layer, bool is_valu
     res.n_bytes = res.n_head_bytes * res.n_heads;
 
     return res;
+}
+
+llama_kvcache::batch_ptr llama_kvcache::begin_restored(const std::vector<int32_t> &positions,
+                                                       const std::vector<int64_t> &seq_ids,
+                                                       const std::vector<uint8_t> &replaced) {
+    kvc_begin_args args = {};
+
+    args.struct_size = sizeof(args);
+    args.num_tokens = (int32_t)positions.size();
+    args.positions = positions.data();
+    args.seq_ids = seq_ids.data();
+    args.replaced = replaced.data();
+
+    kvc_batch *res = nullptr;
+
+    if (kvc_begin_with(cache, &args, &res)) {
+        throw llama_kvcache_state_failure(format("%zu cells do not fit: %s", positions.size(), kvc_last_error()));
+    }
+
+    return {res, kvc_abort};
 }
 
 bool llama_kvcache::has_partial_state() const { return model.hparams.swa_type != LLAMA_SWA_TYPE_NONE || has_strides(); }

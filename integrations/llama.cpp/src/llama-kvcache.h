@@ -59,7 +59,7 @@ struct llama_kvcache_op {
 // rows are read element by element
 ggml_tensor *with_dense_rows(ggml_context *ctx, ggml_tensor *cur);
 
-class llama_kvcache : public llama_memory_i {
+class llama_kvcache : public llama_memory_i, public llama_memory_attn_i, public llama_memory_kvcache_i {
   public:
     // recr: the other part of a hybrid memory, whose states belong to prompts; nullptr: there is none
     llama_kvcache(const llama_model &model, const llama_cparams &cparams, llama_kvcache_layers layers,
@@ -99,6 +99,12 @@ class llama_kvcache : public llama_memory_i {
 
     void state_write(llama_io_write_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) const override;
     void state_read(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
+
+    //
+    // llama_memory_kvcache_i
+    //
+
+    llama_memory_kvcache_i *get_kvcache() override { return this; }
 
     const char *description() const override { return summary.c_str(); }
     const char *metrics() override;
@@ -142,23 +148,27 @@ class llama_kvcache : public llama_memory_i {
     void close();
 
     //
-    // the graph
+    // llama_memory_attn_i
     //
 
     ggml_tensor *build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates, ggml_tensor *bias,
-                            ggml_tensor **pos, int il) const;
+                            ggml_tensor **pos, int il) const override;
     ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
-                              int il) const;
+                              int il) const override;
     ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
                             ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
-                            ggml_tensor *chosen, float kq_scale, int il) const;
+                            ggml_tensor *chosen, float kq_scale, int il) const override;
 
     // the n tokens before each of the ubatch's, the oldest first; LLAMA_TOKEN_NULL: there is none
-    void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const;
+    void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const override;
 
     // DeepSeek V4
     ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *kv, ggml_tensor *qr,
-                                 ggml_tensor *cur, ggml_tensor *pos, int il) const;
+                                 ggml_tensor *cur, ggml_tensor *pos, int il) const override;
+
+    //
+    // the graph's operations
+    //
 
     // what a token adds to a row that stands for several
     struct pool_input {
@@ -193,6 +203,12 @@ class llama_kvcache : public llama_memory_i {
     void read_layer(llama_io_read_i &io, kvc_batch *to, int32_t layer, llama_pos first, llama_pos n_tokens);
     void read_part(llama_io_read_i &io, const strided_part &part, int64_t id, llama_pos n_tokens);
     void read_strided(llama_io_read_i &io, llama_seq_id seq_id, llama_state_seq_flags flags);
+
+    using batch_ptr = std::unique_ptr<kvc_batch, void (*)(kvc_batch *)>;
+
+    // begins a batch of saved rows, for the layers that are replaced
+    batch_ptr begin_restored(const std::vector<int32_t> &positions, const std::vector<int64_t> &seq_ids,
+                             const std::vector<uint8_t> &replaced);
 
     struct state_part;
     struct state_row;
@@ -365,7 +381,7 @@ class llama_kvcache : public llama_memory_i {
     std::vector<std::vector<planned>> plans; // [shape]
 };
 
-class llama_kvcache_context : public llama_memory_context_i, public llama_memory_attn_i {
+class llama_kvcache_context : public llama_memory_context_i {
   public:
     llama_kvcache_context(llama_kvcache *mem, llama_memory_status status);
     llama_kvcache_context(llama_kvcache *mem, std::vector<llama_ubatch> ubatches, bool is_one_by_one);
@@ -377,20 +393,7 @@ class llama_kvcache_context : public llama_memory_context_i, public llama_memory
     const llama_ubatch &get_ubatch() const override;
     llama_memory_status get_status() const override;
 
-    const llama_memory_attn_i *get_attn_impl() const override;
-
-    ggml_tensor *build_pool(const llm_graph_context &graph, ggml_tensor *values, ggml_tensor *gates, ggml_tensor *bias,
-                            ggml_tensor **pos, int il) const override;
-    ggml_tensor *build_choose(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *k, ggml_tensor *weights,
-                              int il) const override;
-    ggml_tensor *build_attn(const llm_graph_context &graph, ggml_tensor *wo, ggml_tensor *wo_b, ggml_tensor *wo_s,
-                            ggml_tensor *q, ggml_tensor *k, ggml_tensor *v, ggml_tensor *sinks, ggml_tensor *v_mla,
-                            ggml_tensor *chosen, float kq_scale, int il) const override;
-
-    void get_prev_tokens(const llama_ubatch &ubatch, uint32_t n, std::vector<llama_token> &res) const override;
-
-    ggml_tensor *build_attn_dsv4(const llm_graph_context &graph, ggml_tensor *q, ggml_tensor *kv, ggml_tensor *qr,
-                                 ggml_tensor *cur, ggml_tensor *pos, int il) const override;
+    const llama_memory_attn_i *get_attn_impl() const override { return mem; }
 
   private:
     llama_kvcache *mem;
