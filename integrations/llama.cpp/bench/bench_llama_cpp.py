@@ -20,7 +20,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,35 +126,26 @@ class Report:
             print(f"    {text}", flush=True)
 
     def speeds(self, section: str, title: str, context: int, dtype: str, count: int, samples: Samples) -> None:
-        """Add a line: each cache's tokens/s, and the speedups, with what is wanted."""
-        cells = []
-        for cache, (name, *_) in CACHES.items():
-            cells.append(self._rate(f"{title}, {name}", context, dtype, count, samples.get(cache)))
+        """Add a line: each cache's tokens/s, and the speedups over the default and the better of llama.cpp's own."""
         own = [cache for cache in samples if cache != KVCACHE]
-        others = {DEFAULT: DEFAULT, BETTER: min(own, key=lambda cache: statistics.median(samples[cache]))}
-        for over, other in others.items():
-            if over == BETTER and len(own) == 1:
-                continue
-            found = quotients(samples[other], samples[KVCACHE])
-            cells += self._speedup(section, title, context, dtype, over, found)
-        self.cells(f"{context:,}", dtype, *cells)
+        over = {DEFAULT: (DEFAULT, KVCACHE)}
+        if len(own) > 1:
+            over[BETTER] = min(own, key=lambda cache: statistics.median(samples[cache])), KVCACHE
+        names = {cache: name for cache, (name, *_) in CACHES.items()}
+        self.line(section, title, names, over, context, dtype, count, samples)
 
-    def selected(self, title: str, names: dict[str, str], context: int, dtype: str, samples: Samples) -> None:
-        """Add a line: each entrant's tokens/s, and the speedups of selected rows."""
+    def line(
+        self, section: str, title: str, names: Mapping[str, str], over: Mapping[str, tuple[str, str]], context: int,
+        dtype: str, count: int, samples: Samples,
+    ) -> None:  # fmt: skip
+        """Add a line: tokens/s of each entrant that has samples, and speedups: of the second key over the first."""
         cells = []
         for key, name in names.items():
-            cells.append(self._rate(f"{title}, {name}", context, dtype, 1, samples[key]))
-        for over in (DEFAULT, KVCACHE):
-            found = quotients(samples[over], samples[SELECTED])
-            cells += self._speedup(SELECTED, title, context, dtype, over, found)
+            cells.append(self._rate(f"{title}, {name}", context, dtype, count, samples.get(key)))
+        for yardstick, (slow, fast) in over.items():
+            found = quotients(samples[slow], samples[fast])
+            cells += self._speedup(section, title, context, dtype, yardstick, found)
         self.cells(f"{context:,}", dtype, *cells)
-
-    def in_bytes(self, context: int, dtype: str, samples: Samples) -> None:
-        """Add a line: tokens/s of prompts by precision, and the speedup of bytes."""
-        title = f"prompts of {PROMPT} in bytes"
-        cells = [self._rate(f"{title}, {each}", context, dtype, PROMPT, samples[each]) for each in PRECISIONS]
-        found = quotients(samples[STORED], samples[INT8])
-        self.cells(f"{context:,}", dtype, *cells, *self._speedup("bytes", title, context, dtype, STORED, found))
 
     def _rate(self, name: str, context: int, dtype: str, count: int, seconds: list[float] | None) -> str:
         """Keep tokens/s, and return them as a cell, which is empty if there are no seconds."""
@@ -204,22 +195,6 @@ def alone(samples: Beside, dtype: str, depth: int) -> list[float]:
     return [seconds - empty for seconds in samples[dtype, depth]]
 
 
-@contextmanager
-def filled(report: Report, model: Model, dtype: str, depth: int, room: int) -> Iterator[dict[str, Context]]:
-    """Give a context with each cache that has the type, filled to a depth and warm; all are freed in the end."""
-    contexts: dict[str, Context] = {}
-    try:
-        for cache in CACHES:
-            if cache == "plain" and dtype in BLOCKED:
-                continue
-            contexts[cache] = context = Context(model, cache, dtype, depth + room, report.threads)
-            warm(report, context, dtype, depth)
-        yield contexts
-    finally:
-        for context in contexts.values():
-            context.close()
-
-
 def warm(report: Report, context: Context | IkContext, dtype: str, depth: int) -> None:
     """Fill a context to a depth, and decode once."""
     if not context.fill(depth):
@@ -234,6 +209,11 @@ def interleave(calls: dict[Key, Callable[[], float]], least: int) -> dict[Key, l
     """Call functions that return seconds one after the other, in rounds."""
     found = zip(*rounds(*calls.values(), seconds=0, least=least), strict=True)
     return dict(zip(calls, map(list, found), strict=True))
+
+
+def stepper(context: Context, depth: int) -> Callable[[], float]:
+    """Return a function that decodes a token."""
+    return context.decode
 
 
 def reader(context: Context | IkContext, depth: int) -> Callable[[], float]:
@@ -259,18 +239,33 @@ def rested(call: Callable[[], float]) -> Callable[[], float]:
 # ---- sections
 
 
+def measure(
+    report: Report, model: Model, entrants: Mapping[Key, Mapping[str, Any]], depth: int, room: int, least: int,
+    of: Callable[[Context, int], Callable[[], float]],
+) -> dict[Key, list[float]]:  # fmt: skip
+    """Make each entrant's context, fill it to a depth, and interleave what `of` returns for it.
+
+    The contexts are held at once. An entrant is what Context is made with.
+    """
+    calls = {}
+    with ExitStack() as stack:
+        for key, given in entrants.items():
+            made = Context(model, n_ctx=depth + room, threads=report.threads, **given)
+            warm(report, stack.enter_context(closing(made)), given["dtype"], depth)
+            calls[key] = of(made, depth)
+        return interleave(calls, least)
+
+
+def caches_of(dtype: str) -> dict[str, dict[str, str]]:
+    """Return an entrant for each cache that has the type."""
+    return {cache: {"cache": cache, "dtype": dtype} for cache in CACHES if cache != "plain" or dtype not in BLOCKED}
+
+
 def decode(report: Report, model: Model, o: argparse.Namespace) -> None:
-    """Measure all types of a depth in turn, so that their times can be divided; their contexts are held at once."""
+    """Measure all types of a depth in turn, so that their times can be divided."""
     report.open("decoding, tokens/s", *SPEEDUPS)
-    found = {}
-    for depth in o.context:
-        with ExitStack() as stack:
-            contexts = {
-                (dtype, cache): context
-                for dtype in o.types
-                for cache, context in stack.enter_context(filled(report, model, dtype, depth, o.steps + MARGIN)).items()
-            }
-            found[depth] = interleave({key: context.decode for key, context in contexts.items()}, o.steps)
+    entrants = {(dtype, cache): given for dtype in o.types for cache, given in caches_of(dtype).items()}
+    found = {each: measure(report, model, entrants, each, o.steps + MARGIN, o.steps, stepper) for each in o.context}
     for dtype in o.types:
         for depth, samples in found.items():
             of_type = {cache: seconds for (each, cache), seconds in samples.items() if each == dtype}
@@ -282,17 +277,13 @@ def select(report: Report, model: Model, o: argparse.Namespace) -> None:
     """Measure tokens that select rows beside tokens that read all, and beside llama.cpp's own cache."""
     title = f"decoding with select={o.select}"
     names = {DEFAULT: CACHES[DEFAULT][0], KVCACHE: "all rows", SELECTED: "selected"}
+    over = {DEFAULT: (DEFAULT, SELECTED), KVCACHE: (KVCACHE, SELECTED)}
     report.head(f"{title}, tokens/s", *names.values(), *SPEEDUPS[:3], "over all", *SPEEDUPS[1:3])
     for dtype, depth in itertools.product(o.types, (depth for depth in o.context if depth >= SELECT_FROM)):
-        with ExitStack() as stack:
-            contexts = {}
-            for key in names:
-                cache, rows = (DEFAULT, 0) if key == DEFAULT else (KVCACHE, o.select if key == SELECTED else 0)
-                made = Context(model, cache, dtype, depth + o.steps + MARGIN, report.threads, select=rows)
-                contexts[key] = stack.enter_context(closing(made))
-                warm(report, made, dtype, depth)
-            samples = interleave({key: context.decode for key, context in contexts.items()}, o.steps)
-        report.selected(title, names, depth, dtype, samples)
+        entrants: dict[str, dict[str, Any]] = {key: caches_of(dtype)[key] for key in (DEFAULT, KVCACHE)}
+        entrants[SELECTED] = entrants[KVCACHE] | {"select": o.select}
+        samples = measure(report, model, entrants, depth, o.steps + MARGIN, o.steps, stepper)
+        report.line(SELECTED, title, names, over, depth, dtype, 1, samples)
 
 
 def over_first(report: Report, types: Sequence[str], found: dict[int, dict[tuple[str, str], list[float]]]) -> None:
@@ -316,27 +307,19 @@ def over_first(report: Report, types: Sequence[str], found: dict[int, dict[tuple
 
 def prompt(report: Report, model: Model, o: argparse.Namespace) -> None:
     report.open(f"a prompt's {PROMPT} tokens in one ubatch, tokens/s", *SPEEDUPS)
-
-    for dtype in o.prompt_types:
-        for depth in o.prompt_context:
-            with filled(report, model, dtype, depth, PROMPT + MARGIN) as contexts:
-                calls = {cache: reader(context, depth) for cache, context in contexts.items()}
-                samples = interleave(calls, o.prompts)
-            report.speeds("prompt", f"prompts of {PROMPT}", depth, dtype, PROMPT, samples)
+    for dtype, depth in itertools.product(o.prompt_types, o.prompt_context):
+        samples = measure(report, model, caches_of(dtype), depth, PROMPT + MARGIN, o.prompts, reader)
+        report.speeds("prompt", f"prompts of {PROMPT}", depth, dtype, PROMPT, samples)
 
 
 def in_bytes(report: Report, model: Model, o: argparse.Namespace) -> None:
     """Measure prompts that are multiplied in bytes beside prompts that are not, both on this cache."""
+    title, over = f"prompts of {PROMPT} in bytes", {STORED: (STORED, INT8)}
     report.head(f"a prompt's {PROMPT} tokens by precision, tokens/s", *PRECISIONS, "over stored", *SPEEDUPS[1:3])
     for dtype, depth in itertools.product(o.prompt_types, o.prompt_context):
-        with ExitStack() as stack:
-            calls = {}
-            for precision in PRECISIONS:
-                made = Context(model, KVCACHE, dtype, depth + PROMPT + MARGIN, report.threads, prompts=precision)
-                warm(report, stack.enter_context(closing(made)), dtype, depth)
-                calls[precision] = reader(made, depth)
-            samples = interleave(calls, o.prompts)
-        report.in_bytes(depth, dtype, samples)
+        entrants = {each: caches_of(dtype)[KVCACHE] | {"prompts": each} for each in PRECISIONS}
+        samples = measure(report, model, entrants, depth, PROMPT + MARGIN, o.prompts, reader)
+        report.line("bytes", title, {each: each for each in PRECISIONS}, over, depth, dtype, PROMPT, samples)
 
 
 # A process measures its memory once a context was made, filled and used.

@@ -31,10 +31,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from bench_llama_cpp import BUILT, MARGIN, MODELS, PROMPT, Report, interleave, reader, recorded, rested, warm, written
+from bench_llama_cpp import BUILT, MARGIN, MODELS, PROMPT, Report, interleave, reader, recorded, rested, warm
 from ik_llama_cpp import NAME, IkContext, IkModel
 from llama_cpp_contexts import OWN_TYPES, TYPES, Context, Library, Model
-from llama_cpp_pooled_models import POOLED_SHAPES, SPARSE_LAYERS, write
+from llama_cpp_sparse_models import SHAPES, SPARSE_LAYERS, write
 
 from kvcache.tools.arguments import parse_tokens
 
@@ -47,14 +47,13 @@ WANTED_POOLED = {
     "qwen4exp": {("decode", 32768): 8},
     "deepseek4": {("decode", 32768): 6},
 }
+DEFAULT, BESIDE_IK = "deepseek32", "glm-dsa"
 OWN, KVCACHE = "own", "kvcache"
 INSTEAD = {OWN: "f16", NAME: "q8_0"}  # others' types, where kvcache's is one that it alone has
 Makers = dict[str, Callable[[str, int], Context | IkContext]]  # of a context, by entrant: from its type and length
 
 
-def measure(
-    report: Report, makers: Makers, num_layers: int, section: str, dtype: str, depth: int, o: argparse.Namespace
-) -> None:
+def measure(report: Report, makers: Makers, section: str, dtype: str, depth: int, o: argparse.Namespace) -> None:
     """Print a line for each other entrant: milliseconds of a layer of it and of kvcache, and the speedup."""
     count, least = (1, o.steps) if section == "decode" else (PROMPT, o.prompts)
     calls: dict[tuple[str, int], Callable[[], float]] = {}
@@ -68,13 +67,13 @@ def measure(
                 call = context.decode if count == 1 else reader(context, at)
                 calls[key, at] = rested(call) if o.ik else call
         samples = interleave(calls, least)
-    beside = f" of {o.model}" if o.model in POOLED_SHAPES else f" beside {NAME}" if o.ik else ""
+    beside = f" of {o.model}" if o.model != DEFAULT else f" beside {NAME}" if o.ik else ""
     wanted = WANTED_POOLED.get(o.model, WANTED)
     title = f"sparse layer{beside}, {section}"
     alone = {}
     for key in makers:
         empty = statistics.median(samples[key, 0])
-        alone[key] = [(seconds - empty) / num_layers for seconds in samples[key, depth]]
+        alone[key] = [(seconds - empty) / SPARSE_LAYERS for seconds in samples[key, depth]]
         report.row(f"{title}, {key}", depth, dtype, seconds=statistics.median(alone[key]))
     for key in makers:
         if key == KVCACHE:
@@ -93,8 +92,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--library", type=Path, default=os.environ.get("LLAMA_CPP_LIB_PATH", BUILT), metavar="FOLDER",
                         help="with libllama; default: $LLAMA_CPP_LIB_PATH, or what build.sh built")  # fmt: skip
     parser.add_argument("--ik", type=Path, metavar="FOLDER", help="a clone of ik_llama.cpp, built in its folder build")
-    parser.add_argument("--model", choices=["deepseek32", *POOLED_SHAPES], default="deepseek32",
-                        help="whose attention; default: deepseek32")  # fmt: skip
+    parser.add_argument("--model", choices=[name for name in SHAPES if name != BESIDE_IK], default=DEFAULT,
+                        help=f"whose attention; default: {DEFAULT}")  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=("decode", "prompt"), default=["decode", "prompt"],
                         help="default: both")  # fmt: skip
     parser.add_argument("--context", type=parse_tokens, nargs="+", default=[32768, 131072], metavar="N",
@@ -114,7 +113,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} {given}: must be at least 1")
     if o.model == "deepseek4":
         o.only = ["decode"]
-    if o.ik and o.model != "deepseek32":
+    if o.ik and o.model != DEFAULT:
         parser.error(f"--model {o.model}: ik_llama.cpp does not know the architecture")
     if o.cpu_time and o.threads > 1:
         parser.error("--cpu-time is for --threads 1: it adds up what threads take")
@@ -128,8 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(describe_machine())
     report = Report(o.threads, {})
     with recorded(report, o), ExitStack() as stack:
-        is_pooled = o.model in POOLED_SHAPES
-        path = write(o.model, MODELS) if is_pooled else written("glm-dsa" if o.ik else o.model)
+        path = write(BESIDE_IK if o.ik else o.model, MODELS)
         model = stack.enter_context(closing(Model(Library(o.library), path)))
         if o.cpu_time:
             model.library.clock = time.process_time
@@ -146,8 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report.head(title, "entrant", "its", KVCACHE, "speedup", "quartiles", "wanted")
             for depth in o.context if section == "decode" else o.context[:1]:
                 for dtype in o.types:
-                    num_layers = SPARSE_LAYERS if is_pooled else model.num_layers
-                    measure(report, makers, num_layers, section, dtype, depth, o)
+                    measure(report, makers, section, dtype, depth, o)
 
 
 if __name__ == "__main__":

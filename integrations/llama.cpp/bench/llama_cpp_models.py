@@ -68,31 +68,6 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class SparseShape:
-    """The sizes of a model whose tokens choose rows. Its attention is as large as DeepSeek V3.2's, the rest is small.
-
-    Its layers have no experts, and each has an indexer.
-    """
-
-    architecture: str
-    num_layers: int = 2
-    hidden_size: int = 256
-    inner_size: int = 256
-    num_heads: int = 128
-    q_rank: int = 256
-    kv_rank: int = 512
-    rope_dim: int = 64
-    head_dim: int = 128
-    index_heads: int = 64
-    index_dim: int = 128
-    top_k: int = 2048
-    vocab_size: int = 320
-    max_seq_len: int = 163_840
-
-
-SPARSE_SHAPES = {name: SparseShape(name) for name in ("deepseek32", "glm-dsa")}
-
 # ---- metadata
 
 
@@ -226,6 +201,19 @@ def parts(shape: Shape) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def add_tensor(writer: gguf.GGUFWriter, blocks: RandomBlocks, name: str, size: tuple[int, ...]) -> None:
+    """Add a matrix of Q4_0, or a vector, a bias or a convolution of f32; products with normed rows are about 1."""
+    full = name if name.endswith((".bias", "ssm_a")) else f"{name}.weight"
+    if len(size) == 1:
+        sign = 0.0 if "bias" in name or "base" in name else -1.0 if name.endswith("ssm_a") else 1.0
+        writer.add_tensor(full, np.full(size, sign, np.float32))
+    elif size[-1] % 32 or "compressor_ape" in name:
+        writer.add_tensor(full, np.full(size, size[-1] ** -0.5, np.float32))
+    else:
+        weight = blocks.take(Q4_0, math.prod(size) // 32 * 18, size[-1] ** -0.5)
+        writer.add_tensor(full, weight.reshape(*size[:-1], size[-1] // 32 * 18), raw_dtype=Q4_0)
+
+
 def write_random(path: Path, shape: Shape, seed: int = 0) -> None:
     """Write a model of random weights."""
     writer = gguf.GGUFWriter(path, shape.architecture)
@@ -234,69 +222,7 @@ def write_random(path: Path, shape: Shape, seed: int = 0) -> None:
     add_vocabulary(writer, *random_vocabulary(shape.vocab_size))
     blocks = RandomBlocks(seed)
     for name, size in parts(shape).items():
-        if name.endswith("ssm_a"):
-            writer.add_tensor(name, -np.ones(size, np.float32))  # a state decays
-        elif len(size) == 1:
-            writer.add_tensor(name if name.endswith(".bias") else f"{name}.weight", np.ones(size, np.float32))
-        elif name.endswith(("shortconv.conv", "ssm_conv1d")):
-            writer.add_tensor(f"{name}.weight", np.full(size, size[1] ** -0.5, np.float32))
-        else:
-            rows, columns = size
-            row_bytes = columns // 32 * 18
-            # Scaled so that products with normed rows are about 1.
-            weight = blocks.take(Q4_0, rows * row_bytes, columns**-0.5).reshape(rows, row_bytes)
-            writer.add_tensor(f"{name}.weight", weight, raw_dtype=Q4_0)
-    finish(writer)
-
-
-def write_sparse(path: Path, shape: SparseShape, seed: int = 0) -> None:
-    """Write a model of random weights whose tokens choose rows by an indexer."""
-    name, heads, hidden = shape.architecture, shape.num_heads, shape.hidden_size
-    writer = gguf.GGUFWriter(path, name)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
-    sizes = {
-        "block_count": shape.num_layers, "context_length": shape.max_seq_len, "embedding_length": hidden,
-        "feed_forward_length": shape.inner_size, "vocab_size": shape.vocab_size, "attention.head_count": heads,
-        "attention.head_count_kv": 1, "attention.q_lora_rank": shape.q_rank, "attention.kv_lora_rank": shape.kv_rank,
-        "attention.key_length": shape.kv_rank + shape.rope_dim, "attention.value_length": shape.kv_rank,
-        "attention.key_length_mla": shape.head_dim + shape.rope_dim, "attention.value_length_mla": shape.head_dim,
-        "attention.indexer.head_count": shape.index_heads, "attention.indexer.key_length": shape.index_dim,
-        "attention.indexer.top_k": shape.top_k, "rope.dimension_count": shape.rope_dim,
-        "leading_dense_block_count": shape.num_layers, "expert_count": 1, "expert_used_count": 1,
-        "expert_shared_count": 1, "expert_feed_forward_length": 32, "expert_gating_func": 2,
-    }  # fmt: skip
-    for key, value in sizes.items():
-        writer.add_uint32(f"{name}.{key}", value)
-    writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", 1e-6)
-    writer.add_float32(f"{name}.expert_weights_scale", 1.0)  # which ik_llama.cpp requires, as it does `output`
-    add_vocabulary(writer, *random_vocabulary(shape.vocab_size))
-    ones = {"attn_norm": hidden, "ffn_norm": hidden, "attn_q_a_norm": shape.q_rank, "attn_kv_a_norm": shape.kv_rank,
-            "indexer.k_norm": shape.index_dim}  # fmt: skip
-    matrices = {
-        "attn_q_a": (shape.q_rank, hidden), "attn_kv_a_mqa": (shape.kv_rank + shape.rope_dim, hidden),
-        "attn_q_b": (heads * (shape.head_dim + shape.rope_dim), shape.q_rank),
-        "attn_k_b": (heads, shape.kv_rank, shape.head_dim), "attn_v_b": (heads, shape.head_dim, shape.kv_rank),
-        "attn_output": (hidden, heads * shape.head_dim), "indexer.proj": (shape.index_heads, hidden),
-        "indexer.attn_k": (shape.index_dim, hidden),
-        "indexer.attn_q_b": (shape.index_heads * shape.index_dim, shape.q_rank),
-        "ffn_gate": (shape.inner_size, hidden), "ffn_up": (shape.inner_size, hidden),
-        "ffn_down": (hidden, shape.inner_size),
-    }  # fmt: skip
-    blocks = RandomBlocks(seed)
-
-    def add_matrix(name: str, size: tuple[int, ...]) -> None:
-        weight = blocks.take(Q4_0, math.prod(size) // 32 * 18, size[-1] ** -0.5)
-        writer.add_tensor(f"{name}.weight", weight.reshape(*size[:-1], size[-1] // 32 * 18), raw_dtype=Q4_0)
-
-    add_matrix("token_embd", (shape.vocab_size, hidden))
-    add_matrix("output", (shape.vocab_size, hidden))
-    writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
-    for layer in range(shape.num_layers):
-        for part, length in ones.items():
-            writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones(length, np.float32))
-        writer.add_tensor(f"blk.{layer}.indexer.k_norm.bias", np.zeros(shape.index_dim, np.float32))
-        for part, size in matrices.items():
-            add_matrix(f"blk.{layer}.{part}", size)
+        add_tensor(writer, blocks, name, size)
     finish(writer)
 
 
@@ -338,8 +264,6 @@ def write(name: str, folder: Path) -> Path:
     path, part = folder / f"{name}.gguf", folder / f"{name}.gguf.part"
     if name == "repository":
         write_repository(part)
-    elif name in SPARSE_SHAPES:
-        write_sparse(part, SPARSE_SHAPES[name])
     else:
         write_random(part, SHAPES[name])
     return part.replace(path)
@@ -348,7 +272,7 @@ def write(name: str, folder: Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="made if it is missing")
-    names = [*SHAPES, *SPARSE_SHAPES, "repository"]
+    names = [*SHAPES, "repository"]
     parser.add_argument("--shape", choices=names, nargs="+", default=names, help="default: all")
     options = parser.parse_args(arguments)
     for name in options.shape:

@@ -1,6 +1,5 @@
 """Test the models that bench/ writes, and its comparisons, where llama.cpp was built on this cache."""
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -23,7 +22,7 @@ import bench_llama_sparse
 import ik_llama_cpp
 import llama_cpp_contexts
 import llama_cpp_models
-import llama_cpp_pooled_models
+import llama_cpp_sparse_models
 import llama_cpp_summary
 import llama_models
 from llama_cpp_build import folder
@@ -154,40 +153,27 @@ def test_the_users_variables_change_no_context(library, tiny, monkeypatch):
     model.close()
 
 
-def use_small_sparse_model(name, folder, monkeypatch):
-    small = dataclasses.replace(llama_cpp_models.SPARSE_SHAPES[name], num_heads=4, top_k=32)
-    monkeypatch.setitem(llama_cpp_models.SPARSE_SHAPES, name, small)
-    monkeypatch.setattr(bench_llama_cpp, "MODELS", folder)
+def bench_small_sparse(library, folder, monkeypatch, name, *options):
+    """Run the benchmark on a small model of the architecture; return which speedups it has kept."""
+    small = replace(llama_cpp_sparse_models.SHAPES[name], num_heads=4, top_k=32)
+    monkeypatch.setitem(llama_cpp_sparse_models.SHAPES, name, small)
+    monkeypatch.setattr(bench_llama_sparse, "MODELS", folder)
+    common = [f"--library={library.folder}", "--steps=2", "--prompts=1", "--threads=1"]
+    bench_llama_sparse.main([*common, f"--json={folder / 'run.json'}", *options])
+    rows = json.loads((folder / "run.json").read_text())["rows"]
+    return {(row["name"].removeprefix("sparse layer"), row["type"]) for row in rows if "quotient" in row}
 
 
-def test_a_layer_whose_tokens_choose_rows(library, tmp_path, monkeypatch, capsys):
-    use_small_sparse_model("deepseek32", tmp_path, monkeypatch)
-    bench_llama_sparse.main([
-        f"--library={library.folder}", "--context=300", "--types", "f16", "int8", "--steps=2", "--prompts=1",
-        "--threads=1", f"--json={tmp_path / 'run.json'}",
-    ])  # fmt: skip
-    assert "not kvcache" not in capsys.readouterr().out
-    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
-    assert {(row["name"], row["type"]) for row in rows if "quotient" in row} == {
-        (f"sparse layer, {section}, speedup", dtype) for section in ("decode", "prompt") for dtype in ("f16", "int8")
-    }
-
-
-@pytest.mark.parametrize("name", llama_cpp_pooled_models.POOLED_SHAPES)
-def test_a_layer_whose_indexer_pools_keys(library, tmp_path, monkeypatch, capsys, name):
-    small = dataclasses.replace(llama_cpp_pooled_models.POOLED_SHAPES[name], num_heads=4, top_k=32)
-    monkeypatch.setitem(llama_cpp_pooled_models.POOLED_SHAPES, name, small)
-    monkeypatch.setattr(bench_llama_sparse, "MODELS", tmp_path)
-    bench_llama_sparse.main([
-        f"--library={library.folder}", f"--model={name}", "--context=300", "--types", "f16", "int8", "--steps=2",
-        "--prompts=1", "--threads=1", f"--json={tmp_path / 'run.json'}",
-    ])  # fmt: skip
+@pytest.mark.parametrize("name", [name for name in llama_cpp_sparse_models.SHAPES if name != "glm-dsa"])
+def test_a_layer_whose_tokens_choose_rows(library, tmp_path, monkeypatch, capsys, name):
+    options = ("--model", name, "--context=300", "--types", "f16", "int8")
+    found = bench_small_sparse(library, tmp_path, monkeypatch, name, *options)
     printed = capsys.readouterr().out
     assert "not kvcache" not in printed
     assert "prefilled" not in printed
-    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
-    found = {(row["name"], row["type"]) for row in rows if "quotient" in row}
-    assert found >= {(f"sparse layer of {name}, decode, speedup", dtype) for dtype in ("f16", "int8")}
+    model = "" if name == "deepseek32" else f" of {name}"
+    sections = ("decode",) if name == "deepseek4" else ("decode", "prompt")
+    assert found == {(f"{model}, {section}, speedup", dtype) for section in sections for dtype in ("f16", "int8")}
 
 
 @pytest.mark.parametrize("shape", [TINY, HYBRID, DELTA], ids=lambda shape: shape.architecture)
@@ -539,7 +525,8 @@ def ik_folder():
     ],
 )  # fmt: skip
 def test_a_context_of_ik_llama_cpp_is_filled(ik_folder, tmp_path, shape, dtype, loads):
-    model = ik_llama_cpp.IkModel(ik_folder, llama_cpp_models.write(shape, tmp_path), 2, cpu_time=loads)
+    write = llama_cpp_models.write if shape == "tiny" else llama_cpp_sparse_models.write
+    model = ik_llama_cpp.IkModel(ik_folder, write(shape, tmp_path), 2, cpu_time=loads)
     context = model.context(dtype, 3600)
     assert context.fill(3500) == loads
     assert context.decode() > 0
@@ -574,15 +561,11 @@ def test_beside_ik_llama_cpp(library, ik_folder, tiny, tmp_path):
 
 
 def test_a_layer_whose_tokens_choose_rows_beside_ik_llama_cpp(library, ik_folder, tmp_path, monkeypatch, capsys):
-    use_small_sparse_model("glm-dsa", tmp_path, monkeypatch)
-    bench_llama_sparse.main([
-        f"--library={library.folder}", f"--ik={ik_folder}", "--context=1000", "--types", "q8_0", "int8", "--steps=2",
-        "--prompts=1", "--threads=1", "--cpu-time", f"--json={tmp_path / 'run.json'}",
-    ])  # fmt: skip
+    options = (f"--ik={ik_folder}", "--context=1000", "--types", "q8_0", "int8", "--cpu-time")
+    found = bench_small_sparse(library, tmp_path, monkeypatch, "glm-dsa", *options)
     assert "not kvcache" not in capsys.readouterr().out
-    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
-    assert {(row["name"], row["type"]) for row in rows if "quotient" in row} == {
-        (f"sparse layer beside ik_llama.cpp, {section}, speedup{over}", dtype)
+    assert found == {
+        (f" beside ik_llama.cpp, {section}, speedup{over}", dtype)
         for section in ("decode", "prompt")
         for over in ("", " over ik_llama.cpp")
         for dtype in ("q8_0", "int8")

@@ -1,28 +1,27 @@
-"""Write models for llama.cpp with rows that stand for several tokens, in the shapes of real models.
+"""Write models for llama.cpp whose tokens choose rows, in the shapes of real models.
 
-In GLM-5.3 Flash and Qwen 4 indexers pool keys: two layers choose blocks of rows, and one is recurrent. In DeepSeek V4
-one layer chooses rows that stand for 4 tokens, and one sees all rows that stand for 128. Attention is as large as the
-real model's, the rest is small.
+In DeepSeek V3.2 two layers choose rows, each by an indexer of its own. In GLM-5.3 Flash and Qwen 4 indexers pool keys:
+two layers choose blocks of rows, and one is recurrent. In DeepSeek V4 one layer chooses rows that stand for 4 tokens,
+and one sees all rows that stand for 128. Attention is as large as the real model's, the rest is small.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
-from llama_cpp_models import Q4_0, RandomBlocks, add_vocabulary, finish, random_vocabulary
+from llama_cpp_models import RandomBlocks, add_tensor, add_vocabulary, finish, random_vocabulary
 
 HIDDEN, INNER, VOCABULARY, STREAMS, GROUPS = 256, 256, 320, 4, 4
+ROTATED = 64  # elements of a head of DeepSeek V3.2, beside the others
 SPARSE_LAYERS = 2
 Sizes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class PooledShape:
+class SparseShape:
     """The sizes of attention and of the indexer."""
 
     architecture: str
@@ -35,24 +34,37 @@ class PooledShape:
     index_dim: int = 128
     block: int = 4
     top_k: int = 2048
-    recurrent_layer: int = 2
+    recurrent_layer: int = -1  # which one; -1: there is none
 
     @property
     def num_layers(self) -> int:
         return SPARSE_LAYERS + (self.recurrent_layer >= 0)
 
 
-POOLED_SHAPES = {
+SHAPES = {
     shape.architecture: shape
     for shape in (
-        PooledShape("glm5-next", 64, 256, 32, kv_rank=512),
-        PooledShape("qwen4exp", 16, 256, 4, num_kv_heads=2, recurrent_layer=0),
-        PooledShape("deepseek4", 64, 512, 64, top_k=512, recurrent_layer=-1),
+        SparseShape("deepseek32", 128, 128, 64, kv_rank=512),
+        SparseShape("glm-dsa", 128, 128, 64, kv_rank=512),
+        SparseShape("glm5-next", 64, 256, 32, kv_rank=512, recurrent_layer=2),
+        SparseShape("qwen4exp", 16, 256, 4, num_kv_heads=2, recurrent_layer=0),
+        SparseShape("deepseek4", 64, 512, 64, top_k=512),
     )
 }
 
 
-def fields_of_glm5(shape: PooledShape) -> dict[str, Any]:
+def fields_of_deepseek32(shape: SparseShape) -> dict[str, Any]:
+    """Return what a file says of the architectures deepseek32 and glm-dsa alone; ik_llama.cpp requires the last."""
+    return {
+        "attention.head_count_kv": 1, "attention.q_lora_rank": shape.q_rank, "attention.kv_lora_rank": shape.kv_rank,
+        "attention.key_length": shape.kv_rank + ROTATED, "attention.value_length": shape.kv_rank,
+        "attention.key_length_mla": shape.head_dim + ROTATED, "attention.value_length_mla": shape.head_dim,
+        "rope.dimension_count": ROTATED, "leading_dense_block_count": SPARSE_LAYERS, "expert_count": 1,
+        "expert_shared_count": 1, "expert_gating_func": 2, "expert_weights_scale": 1.0,
+    }  # fmt: skip
+
+
+def fields_of_glm5(shape: SparseShape) -> dict[str, Any]:
     """Return what a file says of the architecture glm5-next alone."""
     return {
         "attention.head_count_kv": [1, 1, 0], "attention.q_lora_rank": shape.q_rank,
@@ -65,7 +77,7 @@ def fields_of_glm5(shape: PooledShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fields_of_qwen4(shape: PooledShape) -> dict[str, Any]:
+def fields_of_qwen4(shape: SparseShape) -> dict[str, Any]:
     """Return what a file says of the architecture qwen4exp alone."""
     return {
         "attention.head_count_kv": shape.num_kv_heads, "attention.key_length": shape.head_dim,
@@ -77,7 +89,7 @@ def fields_of_qwen4(shape: PooledShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fields_of_deepseek4(shape: PooledShape) -> dict[str, Any]:
+def fields_of_deepseek4(shape: SparseShape) -> dict[str, Any]:
     """Return what a file says of the architecture deepseek4 alone."""
     return {
         "attention.head_count_kv": 1, "attention.q_lora_rank": shape.q_rank, "attention.key_length": shape.head_dim,
@@ -89,22 +101,27 @@ def fields_of_deepseek4(shape: PooledShape) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sparse_layer_of_glm5(shape: PooledShape) -> Sizes:
-    """Return the sizes of tensors of a layer that chooses rows."""
-    heads, dim = shape.num_heads, shape.head_dim
+def latent_layer(shape: SparseShape, rotated: int) -> Sizes:
+    """Return the sizes of tensors of a layer that attends to latents, and chooses them by an indexer."""
+    heads, dim, rank = shape.num_heads, shape.head_dim, shape.q_rank
     return {
-        "attn_q_a": (shape.q_rank, HIDDEN), "attn_q_b": (heads * dim, shape.q_rank), "attn_q_a_norm": (shape.q_rank,),
-        "attn_kv_a_mqa": (shape.kv_rank, HIDDEN), "attn_kv_a_norm": (shape.kv_rank,),
+        "attn_q_a": (rank, HIDDEN), "attn_q_b": (heads * (dim + rotated), rank), "attn_q_a_norm": (rank,),
+        "attn_kv_a_mqa": (shape.kv_rank + rotated, HIDDEN), "attn_kv_a_norm": (shape.kv_rank,),
         "attn_k_b": (heads, shape.kv_rank, dim), "attn_v_b": (heads, dim, shape.kv_rank),
         "attn_output": (HIDDEN, heads * dim), "indexer.k_norm": (shape.index_dim,),
-        "indexer.proj": (shape.index_heads, HIDDEN), "indexer.attn_k": (shape.index_dim, HIDDEN),
-        "indexer.attn_q_b": (shape.index_heads * shape.index_dim, shape.q_rank),
-        "indexer_compressor_gate": (shape.index_dim, HIDDEN),
-        "indexer_compressor_ape": (shape.block, shape.index_dim),
+        "indexer.k_norm.bias": (shape.index_dim,), "indexer.proj": (shape.index_heads, HIDDEN),
+        "indexer.attn_k": (shape.index_dim, HIDDEN),
+        "indexer.attn_q_b": (shape.index_heads * shape.index_dim, rank),
     }  # fmt: skip
 
 
-def recurrent_layer_of_glm5(shape: PooledShape) -> Sizes:
+def sparse_layer_of_glm5(shape: SparseShape) -> Sizes:
+    """Return the sizes of tensors of a layer that chooses rows."""
+    compressor = {"gate": (shape.index_dim, HIDDEN), "ape": (shape.block, shape.index_dim)}
+    return latent_layer(shape, 0) | {f"indexer_compressor_{part}": size for part, size in compressor.items()}
+
+
+def recurrent_layer_of_glm5(shape: SparseShape) -> Sizes:
     """Return the sizes of tensors of a recurrent layer."""
     inner = 128 * shape.num_heads
     conv = {f"ssm_conv1d_{part}": (inner, 1, 4) for part in "qkv"}
@@ -115,7 +132,7 @@ def recurrent_layer_of_glm5(shape: PooledShape) -> Sizes:
     }  # fmt: skip
 
 
-def sparse_layer_of_qwen4(shape: PooledShape) -> Sizes:
+def sparse_layer_of_qwen4(shape: SparseShape) -> Sizes:
     """Return the sizes of tensors of a layer that chooses rows."""
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return {
@@ -133,23 +150,36 @@ RECURRENT_LAYER_OF_QWEN4: Sizes = {
 }  # fmt: skip
 
 
-def parts_of_glm5(shape: PooledShape) -> Sizes:
-    """Return the sizes of all tensors, by their names."""
+ENDS: Sizes = {"token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,)}
+FEED_FORWARD: Sizes = {
+    "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
+    "ffn_down": (HIDDEN, INNER),
+}  # fmt: skip
+
+
+def mixers() -> Sizes:
+    """Return the sizes of what mixes a layer's streams."""
     wide, mixed = STREAMS * HIDDEN, (2 + STREAMS) * STREAMS
-    common: Sizes = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "ffn_gate": (INNER, HIDDEN),
-                     "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}  # fmt: skip
-    for part in ("attn", "ffn"):
-        common |= {f"hc_{part}_fn": (mixed, wide), f"hc_{part}_base": (mixed,), f"hc_{part}_scale": (3,)}
-    found: Sizes = {"token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,)}
+    kinds = {"fn": (mixed, wide), "base": (mixed,), "scale": (3,)}
+    return {f"hc_{part}_{kind}": size for part in ("attn", "ffn") for kind, size in kinds.items()}
+
+
+def parts_of_deepseek32(shape: SparseShape) -> Sizes:
+    """Return the sizes of all tensors, by their names."""
+    layer = FEED_FORWARD | latent_layer(shape, ROTATED)
+    return ENDS | {f"blk.{i}.{name}": size for i in range(SPARSE_LAYERS) for name, size in layer.items()}
+
+
+def parts_of_glm5(shape: SparseShape) -> Sizes:
+    """Return the sizes of all tensors, by their names."""
+    found: Sizes = dict(ENDS)
     for layer in range(SPARSE_LAYERS + 1):
         kind = recurrent_layer_of_glm5 if layer == shape.recurrent_layer else sparse_layer_of_glm5
-        found |= {f"blk.{layer}.{name}": size for name, size in (common | kind(shape)).items()}
-        if layer != shape.recurrent_layer:
-            found[f"blk.{layer}.indexer.k_norm.bias"] = (shape.index_dim,)
+        found |= {f"blk.{layer}.{name}": size for name, size in (FEED_FORWARD | mixers() | kind(shape)).items()}
     return found
 
 
-def parts_of_qwen4(shape: PooledShape) -> Sizes:
+def parts_of_qwen4(shape: SparseShape) -> Sizes:
     """Return the sizes of all tensors, by their names."""
     wide, rank = STREAMS * HIDDEN, 32
     common: Sizes = {
@@ -170,7 +200,7 @@ def parts_of_qwen4(shape: PooledShape) -> Sizes:
     return found
 
 
-def layer_of_deepseek4(shape: PooledShape, stride: int) -> Sizes:
+def layer_of_deepseek4(shape: SparseShape, stride: int) -> Sizes:
     """Return the sizes of tensors of a layer with rows that stand for `stride` tokens."""
     heads, dim, rank, index_dim = shape.num_heads, shape.head_dim, shape.q_rank, shape.index_dim
     series = 2 if stride == shape.block else 1
@@ -190,24 +220,23 @@ def layer_of_deepseek4(shape: PooledShape, stride: int) -> Sizes:
     }  # fmt: skip
 
 
-def parts_of_deepseek4(shape: PooledShape) -> Sizes:
+def parts_of_deepseek4(shape: SparseShape) -> Sizes:
     """Return the sizes of all tensors, by their names."""
-    wide, mixed = STREAMS * HIDDEN, (2 + STREAMS) * STREAMS
     common: Sizes = {
         "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "ffn_gate_inp": (2, HIDDEN), "exp_probs_b.bias": (2,),
         "ffn_gate_exps": (2, 32, HIDDEN), "ffn_up_exps": (2, 32, HIDDEN), "ffn_down_exps": (2, HIDDEN, 32),
         "ffn_gate_shexp": (32, HIDDEN), "ffn_up_shexp": (32, HIDDEN), "ffn_down_shexp": (HIDDEN, 32),
     }  # fmt: skip
-    for part in ("attn", "ffn"):
-        common |= {f"hc_{part}_fn": (mixed, wide), f"hc_{part}_base": (mixed,), f"hc_{part}_scale": (3,)}
-    found: Sizes = {"token_embd": (VOCABULARY, HIDDEN), "output": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,),
-                    "output_hc_fn": (STREAMS, wide), "output_hc_base": (STREAMS,), "output_hc_scale": (1,)}  # fmt: skip
+    head = {"fn": (STREAMS, STREAMS * HIDDEN), "base": (STREAMS,), "scale": (1,)}
+    found: Sizes = ENDS | {f"output_hc_{kind}": size for kind, size in head.items()}
     for layer, stride in enumerate((shape.block, 128)):
-        found |= {f"blk.{layer}.{name}": size for name, size in (common | layer_of_deepseek4(shape, stride)).items()}
+        sizes = common | mixers() | layer_of_deepseek4(shape, stride)
+        found |= {f"blk.{layer}.{name}": size for name, size in sizes.items()}
     return found
 
 
 PARTS = {
+    **dict.fromkeys(("deepseek32", "glm-dsa"), (fields_of_deepseek32, parts_of_deepseek32)),
     "glm5-next": (fields_of_glm5, parts_of_glm5),
     "qwen4exp": (fields_of_qwen4, parts_of_qwen4),
     "deepseek4": (fields_of_deepseek4, parts_of_deepseek4),
@@ -226,26 +255,13 @@ def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
-def add_tensor(writer: gguf.GGUFWriter, blocks: RandomBlocks, name: str, size: tuple[int, ...]) -> None:
-    """Add a matrix of Q4_0, or a vector, a bias or a convolution of f32."""
-    full = name if name.endswith((".bias", "ssm_a")) else f"{name}.weight"
-    if len(size) == 1:
-        sign = 0.0 if "bias" in name or "base" in name else -1.0 if name.endswith("ssm_a") else 1.0
-        writer.add_tensor(full, np.full(size, sign, np.float32))
-    elif size[-1] % 32 or "compressor_ape" in name:
-        writer.add_tensor(full, np.full(size, 0.5, np.float32))
-    else:
-        weight = blocks.take(Q4_0, math.prod(size) // 32 * 18, size[-1] ** -0.5)
-        writer.add_tensor(full, weight.reshape(*size[:-1], size[-1] // 32 * 18), raw_dtype=Q4_0)
-
-
 def write(name: str, folder: Path) -> Path:
     """Write a model into a folder unless it is there, whole or not at all; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path, part = folder / f"{name}.gguf", folder / f"{name}.gguf.part"
     if path.exists():
         return path
-    shape = POOLED_SHAPES[name]
+    shape = SHAPES[name]
     writer = gguf.GGUFWriter(part, name)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
     fields = {
