@@ -9,9 +9,6 @@ import pytest
 from driver import FLOATS
 from entrants import Shape, in_cache, multiplying
 
-import kvcache
-from kvcache.tools.interleave import timed
-
 HEADS, DIM = 8, 128
 
 
@@ -46,31 +43,3 @@ def test_decode_from_cache(figures, interleave, dtype, tokens):
     share = [work * b / a for a, b in zip(ours, products, strict=True)]
     note = f"{work / np.median(ours) / 1e9:.1f} G/s of {1e-9 / np.median(products):.1f}"
     figures.samples("    of the machine's multiply-adds", share, note=note)
-
-
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_weights(figures, interleave, dtype, group):
-    """Weigh rows by 32 queries, against decoding over all of them.
-
-    Less than 4 are wanted for one query head of a KV head; more heads cost more, as multiplying takes nearly all time.
-    """
-    context = 32_768
-    cache = kvcache.KVCache(1, HEADS, DIM, context + 1, dtype=dtype, num_threads=1)
-    rng = np.random.default_rng(1)
-    for _ in range(0, context, 1024):
-        with cache.batch(1024) as batch:
-            batch.put(0, *rng.standard_normal((2, 1024, HEADS, DIM), np.float32))
-    q = rng.standard_normal((32, group * HEADS, DIM), np.float32)
-
-    def decode():
-        batch = cache.batch(1)
-        batch.put(0, q[:1, :HEADS], q[:1, :HEADS])
-        seconds, _ = timed(batch.attend, 0, q[:1])
-        batch.abort()
-        return seconds
-
-    weigh, dense = interleave(lambda: timed(cache.weights, 0, q)[0], decode, seconds=2)
-    figures.ratio(
-        f"weights of 32 queries, {dtype}, GQA {group}, over decoding", weigh, dense, "< 4" if group == 1 else ""
-    )
