@@ -2,6 +2,7 @@
 // this one, and notes what it sees: both must note the same.
 #pragma once
 
+#include "llama-cpp.h"
 #include "llama-kvcache-hybrid.h"
 #include "llama-kvcache.h"
 #include "llama.h"
@@ -26,6 +27,45 @@ inline void begin_program() {
         },
         nullptr);
     llama_backend_init();
+}
+
+// runs a test on each model that the arguments name; returns whether there are some, and all can be loaded
+inline bool on_models(int argc, char **argv, const std::function<void(llama_model *)> &test) {
+    bool ok = argc > 1;
+
+    begin_program();
+    for (int i = 1; i < argc; ++i) {
+        const llama_model_ptr model(llama_model_load_from_file(argv[i], llama_model_default_params()));
+
+        printf("%s\n", argv[i]);
+        if (model) {
+            test(model.get());
+        } else {
+            printf("  FAIL: cannot be loaded\n");
+            ok = false;
+        }
+    }
+    llama_backend_free();
+
+    return ok;
+}
+
+using bytes = std::vector<uint8_t>;
+
+// returns the state of a sequence, -1: of all
+inline bytes save_state(llama_context *ctx, llama_seq_id seq_id, llama_state_seq_flags flags = 0) {
+    bytes res(seq_id < 0 ? llama_state_get_size(ctx) : llama_state_seq_get_size_ext(ctx, seq_id, flags));
+
+    res.resize(seq_id < 0 ? llama_state_get_data(ctx, res.data(), res.size())
+                          : llama_state_seq_get_data_ext(ctx, res.data(), res.size(), seq_id, flags));
+
+    return res;
+}
+
+// returns how many bytes of a state were read, 0 if it was refused
+inline size_t load_state(llama_context *ctx, const bytes &state, llama_seq_id seq_id, llama_state_seq_flags flags = 0) {
+    return seq_id < 0 ? llama_state_set_data(ctx, state.data(), state.size())
+                      : llama_state_seq_set_data_ext(ctx, state.data(), state.size(), seq_id, flags);
 }
 
 struct scene_note {
@@ -103,6 +143,17 @@ inline llama_context *new_context(llama_model *model, const llama_context_params
     if (has_ours != is_ours) {
         llama_free(ctx);
         return nullptr;
+    }
+
+    return ctx;
+}
+
+inline llama_context *needed_context(llama_model *model, const llama_context_params &params, bool is_ours) {
+    auto *ctx = new_context(model, params, is_ours);
+
+    if (!ctx) {
+        printf("    FAIL: no context with %s cache\n", is_ours ? "this" : "llama.cpp's");
+        exit(1);
     }
 
     return ctx;
@@ -208,6 +259,30 @@ class scene_run {
         const float *row = llama_get_logits_ith(ctx, i);
 
         return (llama_token)(std::max_element(row, row + llama_vocab_n_tokens(llama_model_get_vocab(model))) - row);
+    }
+};
+
+// a run in a context of its own; the program ends if there is none
+class scene_context : public scene_run {
+  public:
+    scene_context(llama_model *model, const llama_context_params &params, bool is_ours = true)
+        : scene_run(model, needed_context(model, params, is_ours), is_ours) {}
+    ~scene_context() { llama_free(ctx); }
+
+    scene_context(const scene_context &) = delete;
+
+    bytes save(llama_seq_id seq_id, llama_state_seq_flags flags = 0) const { return save_state(ctx, seq_id, flags); }
+    size_t load(const bytes &state, llama_seq_id seq_id, llama_state_seq_flags flags = 0) {
+        return load_state(ctx, state, seq_id, flags);
+    }
+
+    // feeds a sequence further tokens of a text, and returns the logits of the last
+    const std::vector<float> &go_on(llama_seq_id seq_id, uint32_t text, int n) {
+        const int next = llama_memory_seq_pos_max(mem, seq_id) + 1;
+
+        feed("goes on", seq_id, text, next, next + n);
+
+        return notes.back().row;
     }
 };
 

@@ -13,27 +13,17 @@
 // Weights of the models are to be large enough for attention to be far from even (test-llama-archs -d 0.5).
 #include "images.h"
 #include "random.h"
+#include "scene.h"
 
-#include "llama-arch.h"
-#include "llama-kvcache-model.h"
-
-#include "ggml-backend.h"
 #include "ggml-cpp.h"
 #include "gguf.h"
-#include "llama-cpp.h"
+#include "llama-arch.h"
 #include "llama-model.h"
-#include "llama.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <random>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -89,7 +79,8 @@ struct scene {
 // decodes tokens and keeps their logits
 class player {
   public:
-    player(llama_model *model, const setup &s, const scene &sc, const options &opts) : is_ours(s.is_ours) {
+    player(llama_model *model, const setup &s, const scene &sc, const options &opts)
+        : model(model), is_ours(s.is_ours) {
         llama_context_params params = llama_context_default_params();
 
         params.n_ctx = 256 * (sc.unified ? 1 : sc.n_seq_max);
@@ -134,7 +125,7 @@ class player {
             for (const auto seq : seqs) {
                 next[seq] = std::max(next[seq], llama_pos(memory() ? llama_memory_seq_pos_max(memory(), seq) + 1 : 0));
             }
-            tokens.push_back({llama_token(rng() % (n_vocab - 1)), next[seqs[0]], seqs});
+            tokens.push_back({llama_token(rng() % (n_vocab - 1)), next[seqs[0]], seqs, true});
             for (const auto seq : seqs) {
                 ++next[seq];
             }
@@ -143,22 +134,9 @@ class player {
     }
 
     void decode() {
-        llama_batch batch = llama_batch_init((int)tokens.size(), 0, 8);
-
-        for (const auto &t : tokens) {
-            const int i = batch.n_tokens++;
-
-            batch.token[i] = t.id;
-            batch.pos[i] = t.pos;
-            batch.n_seq_id[i] = (int32_t)t.seqs.size();
-            std::copy(t.seqs.begin(), t.seqs.end(), batch.seq_id[i]);
-            batch.logits[i] = true;
-        }
-
-        const int rc = llama_decode(ctx.get(), batch);
+        const int rc = scene_run(model, ctx.get(), is_ours).decode(tokens);
         const size_t n = tokens.size();
 
-        llama_batch_free(batch);
         tokens.clear();
         next.clear();
         keep(rc, n);
@@ -170,17 +148,12 @@ class player {
         next[0] = behind_image(pos, end);
     }
 
+    llama_model *const model;
     llama_context_ptr ctx;
     const bool is_ours;
     std::vector<float> logits;
 
   private:
-    struct token {
-        llama_token id;
-        llama_pos pos;
-        std::vector<llama_seq_id> seqs;
-    };
-
     // keeps the logits of n tokens that were decoded
     void keep(int rc, size_t n) {
         if (rc) {
@@ -196,7 +169,7 @@ class player {
     std::mt19937 rng{5};
     int n_vocab;
     int n_embd; // 0: logits are compared
-    std::vector<token> tokens;
+    scene_batch tokens;
     std::map<llama_seq_id, llama_pos> next;
 };
 
@@ -332,26 +305,21 @@ static const scene SCENES[] = {
     {"images", 1, false, false, 0, has_images, play_images},
 };
 
-static double error_of(const float *a, const float *exact, size_t n) {
-    double diff = 0.0;
-    double norm = 0.0;
+static std::vector<float> half_of(const std::vector<float> &logits, bool is_second) {
+    const auto middle = logits.begin() + (int64_t)logits.size() / 2;
 
-    for (size_t i = 0; i < n; ++i) {
-        diff += (double)(a[i] - exact[i]) * (a[i] - exact[i]);
-        norm += (double)exact[i] * exact[i];
-    }
-
-    return diff / norm;
+    return is_second ? std::vector<float>(middle, logits.end()) : std::vector<float>(logits.begin(), middle);
 }
 
 // The larger error of two halves, one a size of ubatches.  With some recurrent layers, the logits of llama.cpp's own
 // cache depend on how a batch is split: either size's are right.
 static double error_of(const std::vector<float> &a, const std::vector<float> &exact) {
-    const size_t n = exact.size() / 2;
-
     double res = 0.0;
-    for (const float *half : {a.data(), a.data() + n}) {
-        const double error = std::min(error_of(half, exact.data(), n), error_of(half, exact.data() + n, n));
+
+    for (const bool i : {false, true}) {
+        const auto half = half_of(a, i);
+        const double error = std::min(nmse(half, half_of(exact, false)), nmse(half, half_of(exact, true)));
+
         res = error <= res ? res : error;
     }
 

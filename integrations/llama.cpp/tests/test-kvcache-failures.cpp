@@ -1,5 +1,6 @@
 // Makes decodes fail in the middle, by an abort callback and by memory that is short: what was computed stays, nothing
 // else has changed, and the context goes on as one that was not disturbed.
+#include "expect.h"
 #include "scene.h"
 
 #include <cstdlib>
@@ -36,15 +37,6 @@ static void release(void *, void *memory, size_t size, const kvc_memory_hint *) 
 
 static const kvc_allocator failing = {sizeof(kvc_allocator), nullptr, allocate, release, nullptr};
 
-static int n_failed = 0;
-
-static void expect(bool ok, const std::string &what, long long i) {
-    if (!ok) {
-        printf("  FAIL: %s (%lld)\n", what.c_str(), i);
-        ++n_failed;
-    }
-}
-
 static const int n_prompt = 40;
 static const int n_text = 70;
 
@@ -66,12 +58,10 @@ static void go_on_as_undisturbed(scene_run &run, const std::vector<float> &undis
 }
 
 static std::vector<float> play_undisturbed(llama_model *model, const llama_context_params &params) {
-    auto *ctx = new_context(model, params, true);
-    scene_run run(model, ctx, true);
+    scene_context run(model, params);
 
     run.feed("prompt", 0, 1, 0, n_prompt);
     run.feed("text", 0, 1, n_prompt, n_text);
-    llama_free(ctx);
 
     return run.notes.back().row;
 }
@@ -84,8 +74,7 @@ static int fail_each(llama_model *model, const llama_context_params &params, cou
     const auto undisturbed = play_undisturbed(model, params);
 
     for (int i = 0;; ++i) {
-        auto *ctx = new_context(model, params, true);
-        scene_run run(model, ctx, true);
+        scene_context run(model, params);
 
         run.feed("prompt", 0, 1, 0, n_prompt);
 
@@ -103,7 +92,6 @@ static int fail_each(llama_model *model, const llama_context_params &params, cou
         expect(!has_failed || res == (!is_of_memory ? 2 : has_changed ? -3 : 1), what + ": status", res);
         expect((cause.find("out of memory") != std::string::npos) == (has_failed && is_of_memory), cause, i);
         go_on_as_undisturbed(run, undisturbed, what, i);
-        llama_free(ctx);
 
         if (!has_failed || n_failed > 0) {
             return i;
@@ -155,8 +143,7 @@ static void test_memory_of_edits(llama_model *model) {
 
     for (const auto &edit : edits) {
         for (int i = 0;; ++i) {
-            auto *ctx = new_context(model, params, true);
-            scene_run run(model, ctx, true);
+            scene_context run(model, params);
 
             run.feed("prompt", 0, 1, 0, n_prompt);
             run.feed("prompt of another", 1, 2, 0, 20);
@@ -189,7 +176,6 @@ static void test_memory_of_edits(llama_model *model) {
             double most = 0.0;
 
             expect(!differ(again, run.notes, 1e-9, &most), edit.first + ": made again", i);
-            llama_free(ctx);
 
             if (!has_failed || n_failed > 0) {
                 printf("  each of %d allocations of %s failed\n", i, edit.first.c_str());
@@ -202,8 +188,7 @@ static void test_memory_of_edits(llama_model *model) {
 // each allocation of a copy fails once: then the tokens behind it are refused, until the sequence is fed from the start
 static void test_memory_of_copies(llama_model *model) {
     for (int i = 0;; ++i) {
-        auto *ctx = new_context(model, exact_params(), true);
-        scene_run run(model, ctx, true);
+        scene_context run(model, exact_params());
 
         run.feed("prompt", 0, 1, 0, n_prompt);
         allocations = {i, false, allocations.n_bytes};
@@ -220,7 +205,6 @@ static void test_memory_of_copies(llama_model *model) {
         expect((cause.find("to sequence 2: out of memory") != std::string::npos) == has_failed, cause, i);
         llama_memory_seq_rm(run.mem, 2, -1, -1);
         expect(run.decode(run.tokens(1, 0, n_prompt, {2}, 0)) == 0, "copies: goes on", i);
-        llama_free(ctx);
 
         if (!has_failed) {
             expect(i > 0, "a copy takes memory", i);
@@ -235,8 +219,7 @@ static void test_memory_of_coupled(llama_model *model) {
     std::vector<float> undisturbed;
 
     for (int i = -1;; ++i) {
-        auto *ctx = new_context(model, exact_params(), true);
-        scene_run run(model, ctx, true);
+        scene_context run(model, exact_params());
 
         auto batch = run.tokens(1, 0, 30, {0, 1, 2}, 0);
 
@@ -258,7 +241,6 @@ static void test_memory_of_coupled(llama_model *model) {
         expect(run.feed("again", batch) == 0, "coupled: decodes again", i);
         undisturbed = i < 0 ? run.notes.back().row : undisturbed;
         expect(run.notes.back().row == undisturbed, "coupled: as if nothing had happened", i);
-        llama_free(ctx);
 
         if (i >= 0 && !has_failed) {
             printf("  each of %d allocations of coupled tokens failed\n", i);
@@ -290,8 +272,7 @@ static void test_memory_of_prefixes(llama_model *model) {
     const int n_all = 200;
     const int n_common = 150;
 
-    auto *plain = new_context(model, exact_params(), true);
-    scene_run undisturbed(model, plain, true);
+    scene_context undisturbed(model, exact_params());
     auto prompt = undisturbed.tokens(1, 0, n_common, {1}, 0);
 
     for (const auto &token : undisturbed.tokens(2, n_common, n_all, {1}, n_common)) {
@@ -303,7 +284,6 @@ static void test_memory_of_prefixes(llama_model *model) {
     const auto rest = undisturbed.notes.back().row;
     undisturbed.feed("another", prompt);
     const auto other = undisturbed.notes.back().row;
-    llama_free(plain);
 
     std::vector<llama_token> ids[2];
     for (int i = 0; i < n_all; ++i) {
@@ -317,8 +297,7 @@ static void test_memory_of_prefixes(llama_model *model) {
 
     setenv("LLAMA_KVCACHE_PREFIX", "on", 1);
     for (int i = 0;; ++i) {
-        auto *ctx = new_context(model, exact_params(), true);
-        scene_run run(model, ctx, true);
+        scene_context run(model, exact_params());
 
         llama_memory_prefix_begin(run.mem, 0, &given[0], 0);
         run.feed("prompt", 0, 1, 0, n_common);
@@ -342,7 +321,6 @@ static void test_memory_of_prefixes(llama_model *model) {
         expect(nmse(run.notes.back().row, rest) < 1e-9, "prefixes: as if nothing had been kept", i);
         run.feed("another", scene_batch(prompt.begin() + n, prompt.end()));
         expect(nmse(run.notes.back().row, other) < 1e-9, "prefixes: as if nothing had been begun", i);
-        llama_free(ctx);
 
         if (!has_failed || n_failed > 0) {
             printf("  each of %d allocations of prefixes failed\n", i);
@@ -353,34 +331,18 @@ static void test_memory_of_prefixes(llama_model *model) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 2) {
-        printf("usage: test-kvcache-failures model.gguf ...\n");
-        return 1;
-    }
-
-    begin_program();
+    only_failures = true;
     llama_kvcache_allocator = &failing;
 
-    for (int i = 1; i < argc; ++i) {
-        auto *model = llama_model_load_from_file(argv[i], llama_model_default_params());
-
-        printf("%s\n", argv[i]);
-        expect(model, "cannot be loaded", i);
-        if (model) {
-            test_abort(model);
-            test_memory_of_decode(model);
-            test_memory_of_edits(model);
-            test_memory_of_copies(model);
-            test_memory_of_coupled(model);
-            test_memory_of_prefixes(model);
-            test_memory_of_creation(model);
-            llama_model_free(model);
+    const bool ok = on_models(argc, argv, [](llama_model *model) {
+        for (const auto test : {test_abort, test_memory_of_decode, test_memory_of_edits, test_memory_of_copies,
+                                test_memory_of_coupled, test_memory_of_prefixes, test_memory_of_creation}) {
+            test(model);
         }
         expect(allocations.n_bytes == 0, "memory is left", allocations.n_bytes);
-    }
+    });
 
-    llama_backend_free();
-    printf("%s\n", n_failed ? "FAIL" : "ok");
+    printf("%s\n", ok && n_failed == 0 ? "ok" : "FAIL");
 
-    return n_failed ? 1 : 0;
+    return !ok || n_failed > 0;
 }

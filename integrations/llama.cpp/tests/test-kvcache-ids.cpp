@@ -19,7 +19,7 @@ static const llama_token prompt_tokens[] = {1, 2, 3};
 static const llama_memory_prompt prompt = {prompt_tokens, 3, nullptr, nullptr};
 
 // a state of one sequence that holds three tokens
-static std::vector<uint8_t> saved;
+static bytes saved;
 
 static const std::vector<id_call> calls = {
     {"seq_rm", true, true, [](auto *ctx, auto id) { llama_memory_seq_rm(llama_get_memory(ctx), id, 0, -1); }},
@@ -39,7 +39,7 @@ static const std::vector<id_call> calls = {
     {"state_seq_get_size", true, false, [](auto *ctx, auto id) { llama_state_seq_get_size(ctx, id); }},
     {"state_seq_get_data", true, false,
      [](auto *ctx, auto id) {
-         std::vector<uint8_t> data(saved.size());
+         bytes data(saved.size());
          llama_state_seq_get_data(ctx, data.data(), data.size(), id);
      }},
     {"state_seq_set_data", true, true,
@@ -67,8 +67,7 @@ static int signal_of(llama_context *ctx, const id_call &call, llama_seq_id id) {
 
 static void test_ids(scene_run &run) {
     run.decode(run.tokens(1, 0, 3, {0}, 0));
-    saved.resize(llama_state_seq_get_size(run.ctx, 0));
-    expect(llama_state_seq_get_data(run.ctx, saved.data(), saved.size(), 0) == saved.size(), "a state");
+    saved = save_state(run.ctx, 0);
 
     const std::string which = run.is_ours ? "this cache, " : "llama.cpp's, ";
 
@@ -88,23 +87,10 @@ static void test_ids(scene_run &run) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 2) {
-        printf("usage: test-kvcache-ids model.gguf ...\n");
-        return 1;
-    }
-
     setenv("GGML_NO_BACKTRACE", "1", 1);
-    begin_program();
     setenv("LLAMA_KVCACHE_PREFIX", "on", 1);
 
-    for (int i = 1; i < argc; ++i) {
-        auto *model = llama_model_load_from_file(argv[i], llama_model_default_params());
-
-        printf("%s\n", argv[i]);
-        if (!model) {
-            expect(false, "a model");
-            continue;
-        }
+    const bool ok = on_models(argc, argv, [](llama_model *model) {
         for (const bool is_unified : {false, true}) {
             auto params = exact_params();
 
@@ -114,10 +100,9 @@ int main(int argc, char **argv) {
                 play(model, params, false, test_ids);
             }
         }
-        llama_model_free(model);
-    }
-    llama_backend_free();
-    printf("%s\n", n_failed ? "FAIL" : "ok");
+    });
 
-    return n_failed ? 1 : 0;
+    printf("%s\n", ok && n_failed == 0 ? "ok" : "FAIL");
+
+    return !ok || n_failed > 0;
 }

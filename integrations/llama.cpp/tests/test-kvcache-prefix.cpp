@@ -1,21 +1,10 @@
 // Prompts that begin alike: sequences take what others have left behind, and go on as if they had computed it.
+#include "expect.h"
 #include "images.h"
 #include "scene.h"
 
-#include "llama-cpp.h"
-
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-
-static int n_failed = 0;
-
-static void expect(bool ok, const std::string &what, long long found = 0) {
-    if (!ok) {
-        printf("    FAIL: %s (%lld)\n", what.c_str(), found);
-        ++n_failed;
-    }
-}
 
 static constexpr double MOST = 1e-9; // squared difference of logits over their squared length
 
@@ -39,18 +28,17 @@ struct prompt {
     const char *adapters = nullptr;
 };
 
-class context {
+// returns parameters of a context that keeps prompts where `spec` says
+static const llama_context_params &kept_in(const std::string &spec, const llama_context_params &params) {
+    setenv("LLAMA_KVCACHE_PREFIX", spec.c_str(), 1);
+
+    return params;
+}
+
+class context : public scene_context {
   public:
-    context(llama_model *model, const llama_context_params &params, const std::string &spec) : model(model) {
-        setenv("LLAMA_KVCACHE_PREFIX", spec.c_str(), 1);
-        ctx.reset(new_context(model, params, true));
-        setenv("LLAMA_KVCACHE_PREFIX", "off", 1);
-        if (!ctx) {
-            printf("    FAIL: no context\n");
-            exit(1);
-        }
-        mem = llama_get_memory(ctx.get());
-    }
+    context(llama_model *model, const llama_context_params &params, const std::string &spec)
+        : scene_context(model, kept_in(spec, params)) {}
 
     int32_t begin(llama_seq_id seq_id, const prompt &p, int32_t n_held = 0) {
         const auto given = p.get();
@@ -66,17 +54,16 @@ class context {
 
     // feeds tokens [first, end) of a prompt, and returns the logits of the last; none if that fails
     std::vector<float> feed(llama_seq_id seq_id, const prompt &p, int32_t first, int32_t end) {
-        scene_run run(model, ctx.get(), true);
         scene_batch batch;
 
         for (int32_t i = first; i < end; ++i) {
             batch.push_back({p.tokens[i], i, {seq_id}, i + 1 == end});
         }
-        if (run.decode(batch)) {
+        if (decode(batch)) {
             return {};
         }
 
-        const float *row = llama_get_logits_ith(ctx.get(), -1);
+        const float *row = llama_get_logits_ith(ctx, -1);
 
         return std::vector<float>(row, row + llama_vocab_n_tokens(llama_model_get_vocab(model)));
     }
@@ -94,10 +81,6 @@ class context {
     void drop(llama_seq_id seq_id) { llama_memory_seq_rm(mem, seq_id, -1, -1); }
 
     llama_pos last(llama_seq_id seq_id) const { return llama_memory_seq_pos_max(mem, seq_id); }
-
-    llama_model *model;
-    llama_context_ptr ctx;
-    llama_memory_t mem;
 };
 
 static llama_context_params params_of(bool is_unified = true) {
@@ -224,9 +207,9 @@ static void test_edits(llama_model *model) {
     const prompt q(model, 7, 150);
 
     c.begin(0, q);
-    llama_set_causal_attn(c.ctx.get(), false);
+    llama_set_causal_attn(c.ctx, false);
     c.feed(0, q, 0, 60);
-    llama_set_causal_attn(c.ctx.get(), true);
+    llama_set_causal_attn(c.ctx, true);
     c.feed(0, q, 60, 150);
     c.keep(0, q);
     expect(c.begin(1, q) == 0, "tokens that saw later ones");
@@ -236,11 +219,9 @@ static void test_edits(llama_model *model) {
     const prompt r(model, 8, 150);
 
     other.feed(0, r, 0, 150);
-    std::vector<uint8_t> state(llama_state_seq_get_size(other.ctx.get(), 0));
-    llama_state_seq_get_data(other.ctx.get(), state.data(), state.size(), 0);
 
     c.begin(2, r);
-    expect(llama_state_seq_set_data(c.ctx.get(), state.data(), state.size(), 2) == state.size(), "a state");
+    expect(c.load(other.save(0), 2), "a state");
     expect(c.last(2) == 149, "is restored", c.last(2));
     c.keep(2, r);
     expect(c.begin(3, r) == 0, "whatever a state has");
@@ -313,7 +294,7 @@ static void test_images(llama_model *model) {
     const prompt behind(model, 3, behind_image(70, n_rows) + 80);
     const auto show = [&](context &c, llama_seq_id seq_id, int32_t first) {
         c.feed(seq_id, p, first, 70);
-        expect(decode_image(c.ctx.get(), seq_id, 70, 0, n_rows) == 0, "an image");
+        expect(decode_image(c.ctx, seq_id, 70, 0, n_rows) == 0, "an image");
 
         return c.feed(seq_id, behind, behind_image(70, n_rows), (int32_t)behind.tokens.size());
     };
@@ -332,7 +313,7 @@ static void test_images(llama_model *model) {
     longer.digests.resize(32 * longer.tokens.size(), 0);
     const int32_t n = c.begin(1, longer);
     expect(n == 70, "up to the image", n);
-    decode_image(c.ctx.get(), 1, 70, 0, n_rows);
+    decode_image(c.ctx, 1, 70, 0, n_rows);
     expect(nmse(c.feed(1, behind, behind_image(70, n_rows), (int32_t)behind.tokens.size()), wanted) < MOST,
            "behind an image that was seen before");
 }
@@ -357,23 +338,22 @@ static void test_states(llama_model *model) {
             c.keep(s, p);
         }
 
-        sizes.push_back(llama_state_seq_get_size(c.ctx.get(), 1));
-        std::vector<uint8_t> state(sizes.back());
-        llama_state_seq_get_data(c.ctx.get(), state.data(), state.size(), 1);
+        const bytes state = c.save(1);
+
+        sizes.push_back(state.size());
 
         context other(model, params_of(), "off");
-        llama_state_seq_set_data(other.ctx.get(), state.data(), state.size(), 2);
+        other.load(state, 2);
         expect(other.last(2) == 119, "a state of a sequence that was begun", other.last(2));
 
         const prompt longer(model, 1, 130);
         expect_plain(model, other.feed(2, longer, 120, 130), longer, "behind a state");
 
-        std::vector<uint8_t> all(llama_state_get_size(c.ctx.get()));
-        llama_state_get_data(c.ctx.get(), all.data(), all.size());
-        expect(llama_state_set_data(other.ctx.get(), all.data(), all.size()) == all.size(), "a state of all");
+        const bytes all = c.save(-1);
+        expect(other.load(all, -1), "a state of all");
         expect(other.last(0) == 119 && other.last(1) == 119 && other.last(2) == -1 && other.last(3) == -1,
                "has the sequences");
-        expect(llama_state_set_data(c.ctx.get(), all.data(), all.size()) == all.size(), "and is restored");
+        expect(c.load(all, -1), "and is restored");
         expect(c.last(0) == 119 && c.last(1) == 119 && c.last(3) == -1, "into the same sequences");
         expect_plain(model, c.feed(1, longer, 120, 130), longer, "behind a state of all");
     }
@@ -398,19 +378,6 @@ static void test_operations(llama_model *model) {
     llama_memory_clear(c.mem, true);
     expect(c.last(1) == -1 && c.begin(1, p) == 0, "cleared");
     expect_plain(model, c.feed(1, p, 0, 100), p, "of a cleared one");
-}
-
-static void test_errors(llama_model *model) {
-    std::ofstream("file").put('x');
-    for (const char *spec : {"", "yes", "dir:", "dir:~nobody/kept", "dir:file", "dir:file/folder",
-                             "dir:kept?max_bytes=some", "dir:kept?max_bytes=1KiB", "dir:kept?size=1GiB",
-                             "valkey:", "valkey:localhost", "valkey:localhost:0", "valkey:localhost:port"}) {
-        setenv("LLAMA_KVCACHE_PREFIX", spec, 1);
-        auto *ctx = new_context(model, params_of(), true);
-        expect(!ctx, std::string("refused: ") + spec);
-        llama_free(ctx);
-    }
-    setenv("LLAMA_KVCACHE_PREFIX", "off", 1);
 }
 
 //
@@ -557,144 +524,59 @@ static void test_folder(llama_model *model) {
         expect_plain(model, c.feed(2, q, n, 200), q, "another");
     }
 
-    auto params = params_of();
-    params.rope_freq_base = 12345.0f;
-    expect(context(model, params, spec).begin(0, p) == 0, "another rope");
-    params = params_of();
-    params.type_k = params.type_v = GGML_TYPE_F16;
-    expect(context(model, params, spec).begin(0, p) == 0, "another type");
-
-    prompt adapted = p;
-    adapted.adapters = "another";
     context c(model, params_of(), spec);
-    expect(c.begin(0, adapted) == 0, "another adapter");
     const std::vector<float> steer((size_t)llama_model_n_embd(model) * llama_model_n_layer(model), 0.5f);
-    llama_set_adapter_cvec(c.ctx.get(), steer.data(), steer.size(), llama_model_n_embd(model), 1, 1);
+    llama_set_adapter_cvec(c.ctx, steer.data(), steer.size(), llama_model_n_embd(model), 1, 1);
     expect(c.begin(0, p) == 0, "a control vector");
     c.feed(0, p, 0, 200);
     c.keep(0, p);
     expect(c.begin(1, longer) == 200, "with the same control vector");
-    llama_set_adapter_cvec(c.ctx.get(), nullptr, 0, llama_model_n_embd(model), 1, 1);
+    llama_set_adapter_cvec(c.ctx, nullptr, 0, llama_model_n_embd(model), 1, 1);
     c.keep(0, longer);
     expect(c.begin(2, longer) < 200, "not what was computed with one");
     expect(c.begin(0, p) >= 100, "none any more");
 }
 
-// a model of which a single weight, or a parameter, is another
-static void test_other_models(llama_model *model, const char *path) {
-    const std::string spec = in_folder();
-    const prompt p(model, 1, 130);
-    const prompt longer(model, 1, 140);
-    const auto serve = [&](llama_model *which) {
-        context c(which, params_of(), spec);
-
-        return c.serve(0, p) + c.begin(1, longer);
-    };
-    const auto known = [&](llama_model *which) { return context(which, params_of(), spec).begin(0, longer); };
-
-    serve(model);
-
-    const llama_model_ptr again(llama_model_load_from_file(path, llama_model_default_params()));
-    const int32_t n = known(again.get());
-    expect(llama_model_is_hybrid(model) ? n == 0 : n == 128, "the same model, loaded again", n);
-
-    const std::string changed = "changed.gguf";
-    std::filesystem::copy_file(path, changed, std::filesystem::copy_options::overwrite_existing);
-    std::fstream file(changed, std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(-(std::streamoff)std::filesystem::file_size(changed) / 3, std::ios::end);
-    const char before = (char)file.peek();
-    file.seekp(file.tellg());
-    file.put((char)(before ^ 1));
-    file.close();
-    const llama_model_ptr other(llama_model_load_from_file(changed.c_str(), llama_model_default_params()));
-    expect(known(other.get()) == 0, "another weight");
-
-    char arch[64];
-    llama_model_meta_val_str(model, "general.architecture", arch, sizeof(arch));
-    llama_model_kv_override overrides[2] = {};
-    overrides[0].tag = LLAMA_KV_OVERRIDE_TYPE_FLOAT;
-    overrides[0].val_f64 = 4321.0;
-    snprintf(overrides[0].key, sizeof(overrides[0].key), "%s.rope.freq_base", arch);
-    auto params = llama_model_default_params();
-    params.kv_overrides = overrides;
-    const llama_model_ptr overridden(llama_model_load_from_file(path, params));
-    expect(known(overridden.get()) == 0, "another parameter");
-}
-
-// a store that fails costs no answer
-static void test_failing_store(llama_model *model) {
-    const std::string spec = in_folder();
-    const prompt p(model, 1, 150);
-    {
-        context c(model, params_of(), spec);
-
-        std::filesystem::remove_all(FOLDER);
-        std::ofstream(FOLDER).put('x'); // a file, in which nothing can be made
-        expect(c.serve(0, p) == 0, "nothing is known");
-        const prompt longer(model, 1, 160);
-        expect(c.begin(1, longer) == 150, "what memory has is known");
-        expect_plain(model, c.feed(1, longer, 150, 160), longer, "without the folder");
-        for (uint32_t text = 2; text < 6; ++text) {
-            expect(c.serve(2, prompt(model, text, 150)) == 0, "others go on");
-        }
-    }
-    expect(std::filesystem::file_size(FOLDER) == 1, "the file stays");
-    std::filesystem::remove_all(FOLDER);
-}
-
 int main(int argc, char **argv) {
-    begin_program();
+    struct named_test {
+        const char *name;
+        std::function<void(llama_model *)> run;
+        bool of_hybrids;
+        bool of_others;
+    };
 
-    for (int i = 1; i < argc; ++i) {
-        llama_model_ptr model(llama_model_load_from_file(argv[i], llama_model_default_params()));
+    const std::vector<named_test> tests = {
+        {"states of layers", [](auto *model) { test_states_of_layers(model, true); }, true, false},
+        {"states of layers, not unified", [](auto *model) { test_states_of_layers(model, false); }, true, false},
+        {"own state", test_own_state, true, false},
+        {"edits of states", test_edits_of_states, true, false},
+        {"sequences", [](auto *model) { test_sequences(model, true); }, false, true},
+        {"sequences, not unified", [](auto *model) { test_sequences(model, false); }, false, true},
+        {"own tokens", test_own_tokens, false, true},
+        {"edits", test_edits, false, true},
+        {"eviction", test_eviction, false, true},
+        {"names", test_names, false, true},
+        {"images", test_images, false, true},
+        {"states", test_states, false, true},
+        {"operations", test_operations, false, true},
+        {"folder", test_folder, true, true},
+    };
 
-        printf("%s\n", argv[i]);
-        if (!model) {
-            printf("    FAIL: cannot be loaded\n");
-            return 1;
-        }
-        struct test {
-            const char *name;
-            std::function<void()> run;
-        };
+    only_failures = true;
 
-        const std::vector<test> of_states = {
-            {"states of layers", [&] { test_states_of_layers(model.get(), true); }},
-            {"states of layers, not unified", [&] { test_states_of_layers(model.get(), false); }},
-            {"own state", [&] { test_own_state(model.get()); }},
-            {"edits", [&] { test_edits_of_states(model.get()); }},
-        };
-        const std::vector<test> of_stores = {
-            {"folder", [&] { test_folder(model.get()); }},
-            {"other models", [&] { test_other_models(model.get(), argv[i]); }},
-            {"failing store", [&] { test_failing_store(model.get()); }},
-            {"errors", [&] { test_errors(model.get()); }},
-        };
-        const std::vector<test> of_rows = {
-            {"sequences", [&] { test_sequences(model.get(), true); }},
-            {"sequences, not unified", [&] { test_sequences(model.get(), false); }},
-            {"own tokens", [&] { test_own_tokens(model.get()); }},
-            {"edits", [&] { test_edits(model.get()); }},
-            {"eviction", [&] { test_eviction(model.get()); }},
-            {"names", [&] { test_names(model.get()); }},
-            {"images", [&] { test_images(model.get()); }},
-            {"states", [&] { test_states(model.get()); }},
-            {"operations", [&] { test_operations(model.get()); }},
-        };
-
-        for (const auto *tests : {llama_model_is_hybrid(model.get()) ? &of_states : &of_rows, &of_stores}) {
-            for (const auto &test : *tests) {
+    const bool ok = on_models(argc, argv, [&](llama_model *model) {
+        for (const auto &test : tests) {
+            if (llama_model_is_hybrid(model) ? test.of_hybrids : test.of_others) {
                 const int n_before = n_failed;
 
-                test.run();
+                test.run(model);
                 printf("  %-4s %s\n", n_failed == n_before ? "ok" : "FAIL", test.name);
                 fflush(stdout);
             }
         }
-    }
+    });
 
-    llama_backend_free();
-    printf("%s\n", n_failed || argc < 2 ? "failed" : "ok");
+    printf("%s\n", ok && n_failed == 0 ? "ok" : "failed");
 
-    return n_failed || argc < 2;
+    return !ok || n_failed > 0;
 }

@@ -90,18 +90,14 @@ static bool test(llama_model *model, bool is_unified) {
 }
 
 int main(int argc, char **argv) {
-    bool ok = argc > 1;
+    bool ok = true;
 
-    begin_program();
     set_types("int8", "int8");
-    for (int i = 1; i < argc; ++i) {
-        auto *model = llama_model_load_from_file(argv[i], llama_model_default_params());
 
-        printf("%s\n", argv[i]);
-        ok = model && test(model, true) && test(model, false) && ok;
-        llama_model_free(model);
-    }
-    llama_backend_free();
+    const bool are_loaded =
+        on_models(argc, argv, [&](llama_model *model) { ok = test(model, true) && test(model, false) && ok; });
+
+    ok = ok && are_loaded;
     puts(ok ? "ok" : "FAIL");
 
     return !ok;

@@ -2,40 +2,29 @@
 //   test-kvcache-select MODEL...
 // A model has heads of 32 elements, and three layers with attention or more.  If it has neither windows nor recurrent
 // layers, values of single rows are made NaN in a saved state: the logits of a token show whether it has read them.
+#include "expect.h"
 #include "scene.h"
-
-#include "llama-cpp.h"
 
 #include <cstring>
 
-using bytes = std::vector<uint8_t>;
 using logits = std::vector<float>;
 
 static constexpr int N_LONG = 8200; // tokens of a text from which rows are selected
 static constexpr int N_ROWS = 64;   // that are selected
 static constexpr int N_CELLS = 5 * 8192;
 
-static int n_failed = 0;
+// returns parameters of a context whose new tokens select so many rows
+static const llama_context_params &selecting(int n_rows, const llama_context_params &params) {
+    setenv("LLAMA_KVCACHE_SELECT", std::to_string(n_rows).c_str(), 1);
 
-static bool expect(bool ok, const std::string &what) {
-    printf("  %-4s %s\n", ok ? "ok" : "FAIL", what.c_str());
-    fflush(stdout);
-    n_failed += !ok;
-    return ok;
+    return params;
 }
 
 // a context of this cache, whose new tokens select so many rows; 0: all are read
-class context {
+class context : public scene_context {
   public:
-    context(llama_model *model, int n_rows, llama_context_params params) {
-        setenv("LLAMA_KVCACHE_SELECT", std::to_string(n_rows).c_str(), 1);
-        ctx.reset(new_context(model, params, true));
-        if (!ctx) {
-            printf("  FAIL no context\n");
-            exit(1);
-        }
-        run = std::make_unique<scene_run>(model, ctx.get(), true);
-    }
+    context(llama_model *model, int n_rows, const llama_context_params &params)
+        : scene_context(model, selecting(n_rows, params)) {}
 
     context(llama_model *model, int n_rows) : context(model, n_rows, params_of()) {}
 
@@ -59,13 +48,13 @@ class context {
         for (auto &token : batch) {
             token.has_logits = true;
         }
-        if (run->decode(batch)) {
+        if (scene_run::decode(batch)) {
             return std::vector<logits>(batch.size());
         }
         for (size_t i = 0; i < batch.size(); ++i) {
-            const float *row = llama_get_logits_ith(ctx.get(), (int32_t)i);
+            const float *row = llama_get_logits_ith(ctx, (int32_t)i);
 
-            res.emplace_back(row, row + llama_vocab_n_tokens(llama_model_get_vocab(run->model)));
+            res.emplace_back(row, row + llama_vocab_n_tokens(llama_model_get_vocab(model)));
         }
 
         return res;
@@ -73,16 +62,16 @@ class context {
 
     // n tokens behind what a sequence has
     scene_batch next(int n, llama_seq_id seq_id = 0) const {
-        const int first = llama_memory_seq_pos_max(run->mem, seq_id) + 1;
+        const int first = llama_memory_seq_pos_max(mem, seq_id) + 1;
 
-        return run->tokens(1, first, first + n, {seq_id}, first);
+        return tokens(1, first, first + n, {seq_id}, first);
     }
 
     // feeds a sequence a text of so many tokens, and returns the last logits
     logits feed(int n_tokens, llama_seq_id seq_id = 0) {
         logits last;
 
-        for (int first = llama_memory_seq_pos_max(run->mem, seq_id) + 1; first < n_tokens;) {
+        for (int first = llama_memory_seq_pos_max(mem, seq_id) + 1; first < n_tokens;) {
             const int n = std::min(1000, n_tokens - first);
 
             last = decode(next(n, seq_id)).back();
@@ -92,38 +81,27 @@ class context {
         return last;
     }
 
-    bytes save(llama_seq_id seq_id = 0) {
-        bytes res(llama_state_seq_get_size(ctx.get(), seq_id));
-
-        llama_state_seq_get_data(ctx.get(), res.data(), res.size(), seq_id);
-
-        return res;
-    }
+    bytes save() const { return scene_context::save(0); }
 
     context &load(const bytes &state, llama_seq_id seq_id = 0) {
-        if (!llama_state_seq_set_data(ctx.get(), state.data(), state.size(), seq_id)) {
+        if (!scene_context::load(state, seq_id)) {
             expect(false, "the state is loaded");
         }
 
         return *this;
     }
 
-    void truncate(int n_tokens, llama_seq_id seq_id = 0) { llama_memory_seq_rm(run->mem, seq_id, n_tokens, -1); }
+    void truncate(int n_tokens, llama_seq_id seq_id = 0) { llama_memory_seq_rm(mem, seq_id, n_tokens, -1); }
 
     size_t n_bytes() const {
         size_t res = 0;
 
-        for (const auto &part : run->mem->memory_breakdown()) {
+        for (const auto &part : mem->memory_breakdown()) {
             res += part.second;
         }
 
         return res;
     }
-
-    std::unique_ptr<scene_run> run;
-
-  private:
-    llama_context_ptr ctx;
 };
 
 static bool is_finite(const logits &row) {
@@ -241,11 +219,11 @@ static void test_side_by_side(llama_model *model, const bytes &text) {
     // a token of two sequences, of which one has another
     ctx.load(poisoned, 0);
     ctx.truncate(0, 1);
-    llama_memory_seq_cp(ctx.run->mem, 0, 1, -1, -1);
-    batch = ctx.run->tokens(1, N_LONG, N_LONG + 1, {0, 1}, N_LONG);
+    llama_memory_seq_cp(ctx.mem, 0, 1, -1, -1);
+    batch = ctx.tokens(1, N_LONG, N_LONG + 1, {0, 1}, N_LONG);
     expect(is_finite(ctx.decode(batch)[0]), "a token of two sequences selects");
-    batch = ctx.run->tokens(1, N_LONG + 1, N_LONG + 2, {0, 1}, N_LONG + 1);
-    batch.push_back(ctx.run->tokens(1, N_LONG + 2, N_LONG + 3, {1}, N_LONG + 2)[0]);
+    batch = ctx.tokens(1, N_LONG + 1, N_LONG + 2, {0, 1}, N_LONG + 1);
+    batch.push_back(ctx.tokens(1, N_LONG + 2, N_LONG + 3, {1}, N_LONG + 2)[0]);
     expect(!is_finite(ctx.decode(batch)[0]), "but not where one of these has another token");
 }
 
@@ -291,7 +269,7 @@ static void test_threads_and_failures(llama_model *model, const bytes &text) {
     for (int n_given = 0; is_short && n_given < 100; ++n_given) {
         n_left = n_given;
 
-        const bool is_refused = ctx.run->decode(batch) != 0;
+        const bool is_refused = ctx.scene_run::decode(batch) != 0;
 
         is_short = n_left < 0;
         n_left = -1;
@@ -321,14 +299,14 @@ static void test_prefix(llama_model *model) {
         const llama_memory_prompt longer = {ids.data(), N_LONG + 10, nullptr, nullptr};
 
         setenv("LLAMA_KVCACHE_PREFIX", "off", 1);
-        llama_memory_prefix_begin(ctx.run->mem, 0, &prompt, 0);
+        llama_memory_prefix_begin(ctx.mem, 0, &prompt, 0);
         ctx.feed(N_LONG);
         for (int i = 0; i < 5; ++i) {
             ctx.decode(ctx.next(1));
         }
-        llama_memory_prefix_keep(ctx.run->mem, 0, &longer);
+        llama_memory_prefix_keep(ctx.mem, 0, &longer);
 
-        const int n_known = llama_memory_prefix_begin(ctx.run->mem, 1, &longer, 0);
+        const int n_known = llama_memory_prefix_begin(ctx.mem, 1, &longer, 0);
 
         expect(n_known == (n_rows ? N_LONG : N_LONG + 5),
                "with " + std::to_string(n_rows) + " rows, " + std::to_string(n_known) + " tokens are known");
@@ -386,38 +364,27 @@ static void test_bytes(llama_model *model) {
 }
 
 int main(int argc, char **argv) {
-    begin_program();
-
-    for (int i = 1; i < argc; ++i) {
-        auto *model = llama_model_load_from_file(argv[i], llama_model_default_params());
-
-        printf("%s\n", argv[i]);
-        if (!model) {
-            expect(false, "the model is loaded");
-            continue;
-        }
-
+    const bool ok = on_models(argc, argv, [](llama_model *model) {
         test_any(model);
-        if (!llama_model_is_hybrid(model) && llama_model_n_swa(model) == 0) {
-            const bytes text = [&] {
-                context ctx(model, 0);
-
-                ctx.feed(N_LONG);
-
-                return ctx.save();
-            }();
-
-            test_bytes(model);
-            test_what_is_read(model, text);
-            test_from_which_token_on(model, text);
-            test_side_by_side(model, text);
-            test_threads_and_failures(model, text);
-            test_prefix(model);
+        if (llama_model_is_hybrid(model) || llama_model_n_swa(model) > 0) {
+            return;
         }
-        llama_model_free(model);
-    }
 
-    llama_backend_free();
+        const bytes text = [&] {
+            context ctx(model, 0);
 
-    return n_failed > 0 || argc < 2;
+            ctx.feed(N_LONG);
+
+            return ctx.save();
+        }();
+
+        test_bytes(model);
+        test_prefix(model);
+        for (const auto test :
+             {test_what_is_read, test_from_which_token_on, test_side_by_side, test_threads_and_failures}) {
+            test(model, text);
+        }
+    });
+
+    return !ok || n_failed > 0;
 }

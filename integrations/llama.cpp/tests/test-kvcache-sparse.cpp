@@ -8,7 +8,6 @@
 
 #include "ggml-cpp.h"
 #include "gguf.h"
-#include "llama-cpp.h"
 #include "llama-model.h"
 
 #include <cstring>
@@ -32,13 +31,7 @@ static llama_context_params params_of(ggml_type type) {
 
 // tokens 0 to 9, and 45 to 99, of a text, then 20 others; returns the logits of these
 static std::vector<float> moved_text(llama_model *model, ggml_type type, bool is_ours, bool is_moved) {
-    llama_context_ptr ctx(new_context(model, params_of(type), is_ours));
-
-    if (!ctx) {
-        return {};
-    }
-
-    scene_run run(model, ctx.get(), is_ours);
+    scene_context run(model, params_of(type), is_ours);
 
     if (is_moved) {
         run.decode(run.tokens(1, 0, 100, {0}, 0));
@@ -95,8 +88,7 @@ static void test_pool(llama_model *model) {
 
         params.kv_unified = is_pool;
 
-        llama_context_ptr ctx(new_context(model, params, true));
-        scene_run run(model, ctx.get(), true);
+        scene_context run(model, params);
 
         for (int i = 0; i < 90; i += 3) {
             run.feed("one", 0, 1, i, i + 3);
@@ -121,8 +113,7 @@ static void test_batches(llama_model *model) {
 
         params.n_ubatch = n_ubatch;
 
-        llama_context_ptr ctx(new_context(model, params, true));
-        scene_run run(model, ctx.get(), true);
+        scene_context run(model, params);
 
         run.feed("prompt", 0, 1, 0, 130);
         rows[n_ubatch == 5] = run.notes.back().row;

@@ -5,18 +5,12 @@
 #include "images.h"
 #include "scene.h"
 
-#include "llama-cpp.h"
-
 #include <cstdarg>
 #include <cstring>
 #include <set>
 #include <sstream>
-#include <unistd.h>
-
-using bytes = std::vector<uint8_t>;
 
 static constexpr int N_STEPS = 20;      // tokens that a context goes on for
-static constexpr uint32_t WHOLE = 0;    // flags
 static constexpr llama_seq_id ALL = -1; // sequences
 
 static int n_failed = 0;
@@ -78,61 +72,51 @@ struct step {
     std::vector<float> logits;
 };
 
+static llama_context_params params_of(const setup &s) {
+    auto params = exact_params();
+
+    params.n_seq_max = 3;
+    params.n_ctx = s.is_unified ? s.n_ctx : s.n_ctx * params.n_seq_max;
+    params.n_batch = s.n_ctx;
+    params.n_ubatch = 32;
+    params.kv_unified = s.is_unified;
+    params.swa_full = s.swa_full;
+    params.flash_attn_type = s.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+
+    if (const auto type = ggml_type_of(s.type); type == GGML_TYPE_COUNT) {
+        set_types(s.type.c_str(), s.type.c_str());
+    } else {
+        params.type_k = params.type_v = type;
+    }
+
+    return params;
+}
+
 // a context of this cache, or of llama.cpp's own
-class context {
+class context : public scene_context {
   public:
-    context(llama_model *model, const setup &s, bool is_ours) : model(model), is_ours(is_ours) {
-        auto params = exact_params();
-
-        params.n_seq_max = 3;
-        params.n_ctx = s.is_unified ? s.n_ctx : s.n_ctx * params.n_seq_max;
-        params.n_batch = s.n_ctx;
-        params.n_ubatch = 32;
-        params.kv_unified = s.is_unified;
-        params.swa_full = s.swa_full;
-        params.flash_attn_type = s.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
-
-        if (const auto type = ggml_type_of(s.type); type == GGML_TYPE_COUNT) {
-            set_types(s.type.c_str(), s.type.c_str());
-        } else {
-            params.type_k = params.type_v = type;
-        }
-        ctx.reset(new_context(model, params, is_ours));
+    context(llama_model *model, const setup &s, bool is_ours) : scene_context(model, params_of(s), is_ours) {
         unset_types();
-
-        if (!ctx) {
-            printf("    FAIL: no context with %s cache\n", name());
-            exit(1);
-        }
-        mem = llama_get_memory(ctx.get());
     }
 
     const char *name() const { return is_ours ? "this" : "llama.cpp's"; }
 
     void decode(const std::vector<llama_token> &tokens, llama_seq_id seq_id) {
-        auto batch = llama_batch_init((int32_t)tokens.size(), 0, 1);
-
+        scene_batch batch;
         const llama_pos first = llama_memory_seq_pos_max(mem, seq_id) + 1;
 
-        batch.n_tokens = (int32_t)tokens.size();
-        for (int32_t i = 0; i < batch.n_tokens; ++i) {
-            batch.token[i] = tokens[i];
-            batch.pos[i] = first + i;
-            batch.n_seq_id[i] = 1;
-            batch.seq_id[i][0] = seq_id;
-            batch.logits[i] = i + 1 == batch.n_tokens;
+        for (size_t i = 0; i < tokens.size(); ++i) {
+            batch.push_back({tokens[i], first + (llama_pos)i, {seq_id}, i + 1 == tokens.size()});
         }
 
-        const int status = llama_decode(ctx.get(), batch);
+        const int status = scene_run::decode(batch);
         expect(status == 0, "%s cache: decoding %zu tokens of sequence %d gives %d", name(), tokens.size(), seq_id,
                status);
-
-        llama_batch_free(batch);
     }
 
     // an image, behind which text goes on at the next position
     void show(llama_seq_id seq_id, int n_rows) {
-        const int status = decode_image(ctx.get(), seq_id, llama_memory_seq_pos_max(mem, seq_id) + 1, 0, n_rows);
+        const int status = decode_image(ctx, seq_id, llama_memory_seq_pos_max(mem, seq_id) + 1, 0, n_rows);
 
         expect(status == 0, "%s cache: decoding an image gives %d", name(), status);
     }
@@ -157,7 +141,7 @@ class context {
         for (int i = 0; i < N_STEPS; ++i) {
             decode({token}, seq_id);
 
-            const float *row = llama_get_logits_ith(ctx.get(), -1);
+            const float *row = llama_get_logits_ith(ctx, -1);
             const auto best = (llama_token)(std::max_element(row, row + n_vocab()) - row);
 
             res.push_back({best, {row, row + n_vocab()}});
@@ -165,27 +149,6 @@ class context {
         }
         return res;
     }
-
-    bytes save(llama_seq_id seq_id, uint32_t flags = WHOLE) {
-        bytes res(seq_id == ALL ? llama_state_get_size(ctx.get())
-                                : llama_state_seq_get_size_ext(ctx.get(), seq_id, flags));
-
-        const size_t n = seq_id == ALL ? llama_state_get_data(ctx.get(), res.data(), res.size())
-                                       : llama_state_seq_get_data_ext(ctx.get(), res.data(), res.size(), seq_id, flags);
-
-        expect(n == res.size() && n > 0, "%s cache: a state of %zu bytes was written as %zu", name(), res.size(), n);
-        return res;
-    }
-
-    size_t load(const bytes &state, llama_seq_id seq_id, uint32_t flags = WHOLE) {
-        return seq_id == ALL ? llama_state_set_data(ctx.get(), state.data(), state.size())
-                             : llama_state_seq_set_data_ext(ctx.get(), state.data(), state.size(), seq_id, flags);
-    }
-
-    llama_model *model;
-    bool is_ours;
-    llama_context_ptr ctx;
-    llama_memory_t mem = nullptr;
 };
 
 // whether the token that a step found best is, in the step that is wanted, as likely as the best one within the bound
@@ -372,36 +335,6 @@ static void exchange(llama_model *model, const setup &s, context &from, const sa
     }
 }
 
-static void exchange_files(llama_model *model, const setup &s, context &from, const saved &state, bool is_ours) {
-    context to(model, s, is_ours);
-
-    const std::string path = "test-kvcache-state." + std::to_string(getpid()) + ".bin";
-    const std::vector<llama_token> tokens = {1, 2, 3};
-    const auto what = direction(from, to, "a file");
-
-    std::vector<llama_token> found(8);
-    size_t n_found = 0;
-
-    llama_memory_clear(from.mem, true);
-    expect(from.load(state.all, ALL) == state.all.size(), "%s: not read", what.c_str());
-
-    const size_t n = llama_state_seq_save_file(from.ctx.get(), path.c_str(), 0, tokens.data(), tokens.size());
-    expect(n > 0 && n == llama_state_seq_load_file(to.ctx.get(), path.c_str(), 2, found.data(), found.size(), &n_found),
-           "%s: the sequence was not read", what.c_str());
-    expect(n_found == 3, "%s: %zu tokens", what.c_str(), n_found);
-    expect_same(to, 2, state.steps[0], from.is_ours, s, what + " of a sequence");
-
-    expect(llama_state_save_file(from.ctx.get(), path.c_str(), tokens.data(), tokens.size()), "%s: not written",
-           what.c_str());
-    expect(llama_state_load_file(to.ctx.get(), path.c_str(), found.data(), found.size(), &n_found), "%s: not read",
-           what.c_str());
-    for (llama_seq_id id = 0; id < 3; ++id) {
-        expect_same(to, id, state.steps[id], from.is_ours, s, what);
-    }
-
-    remove(path.c_str());
-}
-
 static void test_exchange(llama_model *model, const setup &s) {
     context ours(model, s, true);
 
@@ -411,7 +344,6 @@ static void test_exchange(llama_model *model, const setup &s) {
 
     for (const bool is_ours : caches_of(s)) {
         exchange(model, s, ours, state_ours, is_ours);
-        exchange_files(model, s, ours, state_ours, is_ours);
     }
     if (caches_of(s).size() > 1) {
         context own(model, s, false);
@@ -431,11 +363,13 @@ static void test_exchange(llama_model *model, const setup &s) {
 
         for (const bool is_ours : {false, true}) {
             exchange(model, s, own, state_own, is_ours);
-            exchange_files(model, s, own, state_own, is_ours);
         }
     }
 
     const uint32_t on_device = LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
+
+    expect(ours.load(state_ours.all, ALL) == state_ours.all.size(), "its own state is not read");
+
     const bytes state = ours.save(0, on_device);
 
     const bytes before = ours.save(0);
@@ -798,45 +732,18 @@ static std::vector<std::string> parse_types(const std::string &names) {
     return res;
 }
 
-static void on_log(ggml_log_level level, const char *text, void * /*user*/) {
-    if (getenv("VERBOSE") && level >= GGML_LOG_LEVEL_WARN) {
-        fputs(text, stderr);
-    }
-}
-
 int main(int argc, char **argv) {
     std::string types = "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,int8,int6,int4";
-    std::vector<std::string> models;
 
-    for (int i = 1; i < argc; ++i) {
-        if (!strcmp(argv[i], "--types") && i + 1 < argc) {
-            types = argv[++i];
-        } else {
-            models.push_back(argv[i]);
-        }
-    }
-    if (models.empty() || parse_types(types).empty()) {
-        fprintf(stderr, "usage: %s [--types f32,f16,...] MODEL...\n", argv[0]);
-        return 2;
+    if (argc > 2 && !strcmp(argv[1], "--types")) {
+        types = argv[2];
+        argc -= 2;
+        argv += 2;
     }
 
-    llama_log_set(on_log, nullptr);
-    llama_backend_init();
-
-    for (const auto &path : models) {
-        auto params = llama_model_default_params();
-        params.n_gpu_layers = 0;
-
-        llama_model_ptr model(llama_model_load_from_file(path.c_str(), params));
-
-        printf("%s\n", path.c_str());
-        if (!model) {
-            printf("    FAIL: no such model\n");
-            return 1;
-        }
-        test_model(model.get(), parse_types(types));
-    }
+    const bool ok = on_models(argc, argv, [&](llama_model *model) { test_model(model, parse_types(types)); });
 
     printf("%d of %d checks failed\n", n_failed, n_checked);
-    return n_failed > 0;
+
+    return !ok || n_failed > 0;
 }

@@ -68,7 +68,7 @@ def test_models_that_pool_keys(tmp_path, name):
         llama_models.write_sparse(tmp_path, name, "-d", "0.5"),
         llama_models.write_random(dense, name, "-d", "0.5"),
     ]
-    assert run("test-kvcache-strides", *models).count("  ok ") >= 80
+    assert run("test-kvcache-strides", *models).count("  ok ") >= 240
 
 
 def test_deepseek_v4_gives_the_same_logits(tmp_path):
@@ -80,7 +80,7 @@ def test_deepseek_v4_gives_the_same_logits(tmp_path):
 def test_rows_that_stand_for_several_tokens_follow_what_is_done_to_these(tmp_path):
     model = llama_models.write_compressed(tmp_path, "-d", "0.5")
     windows = llama_models.write_layers(tmp_path / "windows.gguf", model, [0, 1])  # layers without such rows
-    assert "FAIL" not in run("test-kvcache-blocks", model, windows)
+    assert run("test-kvcache-strides", model, windows).count("  ok ") >= 150
 
 
 @pytest.mark.threads

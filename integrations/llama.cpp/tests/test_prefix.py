@@ -304,6 +304,10 @@ def test_models_and_adapters_share_a_folder_and_no_rows(folder, repository, wind
     assert known("first") == 0
     assert known("first-again") == 192
     assert known("windows", model=windows) == 0
+    weights = bytearray(repository.read_bytes())
+    weights[-len(weights) // 3] ^= 1
+    (changed := folder / "changed.gguf").write_bytes(weights)
+    assert known("changed", model=changed) == 0
     for seed in (1, 2):
         write_adapter(adapter, seed)
         assert known(f"adapter-{seed}", "--lora", adapter) == 0
