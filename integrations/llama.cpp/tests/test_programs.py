@@ -99,14 +99,24 @@ def test_the_servers_other_name_switches_it_on(repository, folder, options, envi
         assert bool(re.search(USED, server.log())) == used
 
 
-@pytest.mark.parametrize("value", ["yes", "2", "1 ", ""])
-def test_another_value_is_an_error(repository, value):
+VALUES = {
+    "": (["yes", "2", "1 ", ""], "1, on, true or enabled, for this cache, or to 0, off, false or disabled"),
+    "_TYPE_K": (["i8", "INT8", "int8 "], f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"),
+    "_TYPE_V": (["i8"], f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"),
+    "_PROMPTS": (["INT8", "8", "f16", "int8 "], "stored or int8"),
+    "_SELECT": (
+        ["all", "-1", "2.5", "64 ", "2147483648", "99999999999"],
+        "the number of rows that a new token reads of a long text, such as 2048",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in VALUES for value in VALUES[name][0]])
+def test_another_value_is_an_error(repository, name, value):
     options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation")
-    said = (
-        f"{option_too('LLAMA_KVCACHE')} is '{value}': set it to 1, on, true or enabled, for this cache, or to 0, off, "
-        "false or disabled"
-    )
-    run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE=value)
+    variable = f"LLAMA_KVCACHE{name}"
+    end = re.escape(f"{option_too(variable)} is '{value}': set it to {VALUES[name][1]}")
+    run("completion", *options, status=1, end=end, **({"LLAMA_KVCACHE": "1"} | {variable: value}))
 
 
 @pytest.mark.parametrize("option", ["type-k", "type-v", "select", "prompts", "prefix"])
@@ -235,14 +245,6 @@ def test_a_type_of_this_library_is_no_value_of_llama_cpps_option(repository):
     run("completion", *options, status=1, end=r"Unsupported cache type: int8 \(types of libkvcache: --kvcache-type-k")
 
 
-@pytest.mark.parametrize("variable", [TYPE_K, TYPE_V])
-@pytest.mark.parametrize("name", ["i8", "INT8", "int8 ", ""])
-def test_a_name_of_no_type_is_an_error(repository, variable, name):
-    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
-    said = f"{option_too(variable)} is '{name}': set it to {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
-    run("completion", *options, status=1, end=re.escape(said), **{variable: name})
-
-
 @pytest.mark.parametrize(
     ("architecture", "head_dim", "type_k", "said"),
     [
@@ -331,13 +333,6 @@ def test_prompts_are_multiplied_in_bytes_if_asked_for(repository, options, envir
     assert ("multiplies no prompts" in log) == (said not in ("", IN_BYTES))
 
 
-@pytest.mark.parametrize("value", ["INT8", "8", "f16", "int8 ", ""])
-def test_another_precision_is_an_error(repository, value):
-    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
-    said = f"{option_too(PROMPTS)} is '{value}': set it to stored or int8"
-    run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE_PROMPTS=value)
-
-
 def test_bench_says_why_there_is_no_context(repository):
     options = ("-m", repository, "-p", "0", "-n", "1")
     for variable in ("LLAMA_KVCACHE", SELECT, PROMPTS, TYPE_K):
@@ -356,14 +351,6 @@ def test_bench_says_why_the_model_is_not_served(folder):
     model = llama_models.write_random(folder, "deepseek4")
     _, log = run("bench", "-m", model, "-p", "0", "-n", "1", "-r", "1", "-t", "1", LLAMA_KVCACHE="1")
     assert re.fullmatch(r"llama_kvcache_create: not used: deepseek4: .*\n", log)
-
-
-@pytest.mark.parametrize("value", ["", "all", "-1", "2.5", "64 ", "2147483648", "99999999999"])
-def test_another_number_of_rows_is_an_error(repository, value):
-    options = ("--model", repository, "--prompt", "a", "-n", "1", "--no-conversation", "--kvcache")
-    number = "the number of rows that a new token reads of a long text, such as 2048"
-    said = f"{option_too(SELECT)} is '{value}': set it to {number}"
-    run("completion", *options, status=1, end=re.escape(said), LLAMA_KVCACHE_SELECT=value)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,9 @@
 
 import concurrent.futures
 import itertools
-import os
 import random
 import re
 import resource
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,7 +13,6 @@ import pytest
 from llama_models import text
 from llama_server import (
     NEXT_TOKEN,
-    USED,
     Pair,
     Server,
     completion,
@@ -35,10 +31,8 @@ TWO_SLOTS = ("--parallel", "2", "--ctx-size", "1024", "--metrics")
 @pytest.fixture(scope="module", params=["--no-kv-unified", "--kv-unified"])
 def pair(request, folder, repository):
     saved = folder / f"saved{request.param}"
-    for name in ("ours", "own"):
-        (saved / name).mkdir(parents=True)
+    saved.mkdir()
     with Pair(repository, folder, *TWO_SLOTS, "--slot-save-path", saved, request.param) as pair:
-        pair.saved = saved
         yield pair
 
 
@@ -113,22 +107,6 @@ def test_a_common_prefix_is_evaluated_once(pair):
 # ---- save, erase, restore
 
 
-def test_a_slot_is_saved_erased_and_restored(pair):
-    first = pair.complete(text(2000, 2200), id_slot=0)
-    saved = [server.ask("/slots/0?action=save", {"filename": f"{name}.bin"}) for name, server in named(pair)]
-    assert saved[0]["n_saved"] == saved[1]["n_saved"] == 200 + 31
-    continued = pair.complete(text(2000, 2200) + first["content"][:20], id_slot=0)
-    erased = pair.ask("/slots/0?action=erase", {})
-    assert erased[0]["n_erased"] == erased[1]["n_erased"]
-    for slot in (0, 1):
-        for name, server in named(pair):
-            restored = server.ask(f"/slots/{slot}?action=restore", {"filename": f"{name}.bin"})
-            assert restored["n_restored"] == 231
-        again = pair.complete(text(2000, 2200) + first["content"][:20], id_slot=slot)
-        assert timings(again) == (219, 1)
-        assert again["content"] == continued["content"]
-
-
 def test_a_slot_of_rows_with_scales_is_saved_erased_and_restored(folder, repository):
     saved = folder / "scales"
     saved.mkdir()
@@ -149,35 +127,6 @@ def test_a_slot_of_rows_with_scales_is_saved_erased_and_restored(folder, reposit
         refused = server.ask("/slots/0?action=restore", {"filename": "slot.bin"}, status=400)
         assert "mismatched type of keys (int8 instead of f16, layer 0)" in refused["error"]["message"]
         assert server.complete(text(2000, 2200), id_slot=0)["tokens_predicted"] == 32
-
-
-def named(pair):
-    return (("ours", pair.ours), ("own", pair.own))
-
-
-def test_a_saved_slot_is_restored_by_another_server_and_by_the_other_cache(pair, folder, repository):
-    first = pair.complete(text(2500, 2700), id_slot=1)
-    for name, server in named(pair):
-        server.ask("/slots/1?action=save", {"filename": f"moved-{name}.bin"})
-    unified = pair.ours.process.args[-1:]
-    with Pair(repository, folder, *TWO_SLOTS, "--slot-save-path", pair.saved, *unified) as others:
-        for name in ("ours", "own"):
-            restored = others.ask("/slots/0?action=restore", {"filename": f"moved-{name}.bin"})
-            assert restored[0]["n_restored"] == restored[1]["n_restored"] == 231
-            answer = others.complete(text(2500, 2700) + first["content"], id_slot=0)
-            assert timings(answer)[0] == 231
-
-
-def test_what_cannot_be_restored_leaves_the_slot_usable(pair):
-    before = pair.complete(text(2800, 3000), id_slot=0)
-    assert pair.ours.ask("/slots/0?action=save", {"filename": "whole.bin"})["n_saved"] == 231
-    whole = (pair.saved / "whole.bin").read_bytes()
-    (pair.saved / "short.bin").write_bytes(whole[: len(whole) // 2])
-    for name, said in (("short.bin", "the file ends before the state"), ("nowhere.bin", "invalid slot save file")):
-        ours, own = pair.ask("/slots/0?action=restore", {"filename": name}, status=400)
-        assert said in ours["error"]["message"]
-        assert (ours == own) == (name == "nowhere.bin")
-        assert pair.complete(text(2800, 3000), id_slot=0)["content"] == before["content"]
 
 
 # ---- many clients
@@ -299,25 +248,6 @@ def test_the_web_page(pair):
     assert pages[0][0] in (200, 404)
 
 
-def test_the_web_page_in_a_browser(folder, repository):
-    """A conversation on the page, whose answers are shown in full."""
-    page, browser = os.environ.get("KVCACHE_LLAMA_UI"), shutil.which("chromium")
-    if not page or not browser:
-        pytest.skip(
-            "KVCACHE_LLAMA_UI names no tools/ui of llama.cpp after npm ci && npm run build, or no chromium is here"
-        )
-    options = ("--path", f"{page}/dist", "--n-predict", "60", *TWO_SLOTS)
-    with Server(repository, folder / "page.log", "--kvcache", *options) as server:
-        url = f"http://127.0.0.1:{server.port}/"
-        shown = subprocess.run(
-            ["node", Path(__file__).with_name("web_page.mjs"), url, page],
-            env=os.environ | {"CHROMIUM": browser}, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert shown.returncode == 0, shown.stderr
-        assert re.search(USED, server.log())
-    assert shown.stdout.count("60 tokens") == 2
-
-
 def test_embeddings(folder, repository):
     """With a context for each slot, llama.cpp's own cache cuts two inputs in pieces, and pools the last piece alone."""
     texts = [text(0, 300), text(700, 720)]
@@ -376,38 +306,6 @@ def test_prompts_that_left_their_slot_come_back_from_memory(folder, repository):
         assert alone["content"] == answers[0]
 
 
-@pytest.mark.parametrize("options", [[], ["--swa-full"], ["--kv-unified"]], ids=" ".join)
-def test_a_model_with_windows(folder, windows, options):
-    """A prompt that goes back behind the window starts from a checkpoint, or anew."""
-    small = ("--ctx-size", "2048", "--parallel", "2", "--batch-size", "64", "--ubatch-size", "64", "-cms", "64")
-    saved = folder / "windows"
-    saved.mkdir(exist_ok=True)
-    with Pair(windows, folder, *small, "--slot-save-path", saved, *options) as pair:
-
-        def next_token(prompt, slot):
-            answers = pair.ask("/completion", completion(prompt, 1, id_slot=slot, **NEXT_TOKEN))
-            expect_same_probabilities(*answers)
-            return [timings(answer) for answer in answers]
-
-        assert next_token(text(0, 300), 0) == [(0, 300)] * 2
-        assert next_token(text(0, 720), 0) == [(300, 420)] * 2
-        ours, own = next_token(text(0, 310) + text(900, 920), 0)
-        assert ours == own
-        assert 200 < ours[0] <= 310
-        assert ("restored context checkpoint" in pair.ours.log()) == (options != ["--swa-full"])
-        ours, own = next_token(text(0, 300) + text(900, 1320), 0)
-        assert ours == own
-        pair.ours.ask("/slots/0?action=save", {"filename": "ours.bin"})
-        pair.own.ask("/slots/0?action=save", {"filename": "own.bin"})
-        for name in ("ours.bin", "own.bin"):
-            restored = pair.ask("/slots/1?action=restore", {"filename": name})
-            assert [answer["n_restored"] for answer in restored] == [720, 720]
-            ours, own = next_token(text(0, 300) + text(900, 1360), 1)
-            assert ours == own
-            # Without --swa-full llama-server wants one row more than a window has, and evaluates the prompt anew.
-            assert ours == ((720, 40) if options == ["--swa-full"] else (0, 760))
-
-
 def test_a_restored_slot_goes_back_behind_its_window(folder, windows):
     """A file has a window's rows alone: with --swa-full, too, the prompt is evaluated anew if it needs those before."""
     options = ("--ctx-size", "1024", "--parallel", "1", "--swa-full", "--slot-save-path", folder)
@@ -434,17 +332,3 @@ def test_rows_are_selected_beside_layers_whose_tokens_choose_them(folder):
     assert part_of_cache(found[0]) == part_of_cache(expected[0])
     assert found[1]["completion_probabilities"][0] == expected[1]["completion_probabilities"][0]
     assert found[1]["completion_probabilities"][1] != expected[1]["completion_probabilities"][1]
-
-
-@pytest.mark.parametrize("windowed", [False, True], ids=["the same model", "one with windows"])
-def test_a_draft_model(folder, repository, windows, windowed):
-    """Speculative decoding gives the same tokens with this cache in both contexts, and as many drafts are accepted."""
-    draft = windows if windowed else repository
-    options = ("--spec-type", "draft-simple", "--model-draft", draft, "--spec-draft-n-max", "5")
-    with Pair(repository, folder, *TWO_SLOTS, *options) as pair:
-        answer = pair.complete(text(0, 200), 100)
-        assert answer["timings"]["draft_n"] > 0
-        assert len(re.findall(USED, pair.ours.log())) == 2
-        pair.complete(text(0, 200) + answer["content"][:50] + "KING", 50)
-    with Server(repository, folder / "no-draft.log", "--no-kvcache", *TWO_SLOTS) as server:
-        assert server.complete(text(0, 200), 100)["content"] == answer["content"]

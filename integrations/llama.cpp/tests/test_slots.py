@@ -105,9 +105,9 @@ def test_two_slots_with_a_common_prompt_change_places(folder, kind, unified):
         for cache, server in both.items():
             for slot in (0, 1):
                 next_token(server, TWO[slot], id_slot=slot)
-                ask_to(server, "save", slot, f"{cache}-{slot}.bin")
+                assert ask_to(server, "save", slot, f"{cache}-{slot}.bin")["n_saved"] == len(TWO[slot])
             for slot in (0, 1):
-                server.ask(f"/slots/{slot}?action=erase", {})
+                assert server.ask(f"/slots/{slot}?action=erase", {})["n_erased"] == len(TWO[slot])
         for cache in both:
             for slot, server in itertools.product((0, 1), both.values()):
                 restored = ask_to(server, "restore", 1 - slot, f"{cache}-{slot}.bin")
@@ -196,7 +196,10 @@ def test_a_damaged_file_leaves_the_slot_usable(folder, kind):
         whole = (saved / "whole.bin").read_bytes()
         for content in cut(whole):
             (saved / "cut.bin").write_bytes(content)
-            ask_to(server, "restore", 0, "cut.bin", 400)
+            refused = ask_to(server, "restore", 0, "cut.bin", 400)
+        assert name != "plain" or "the file ends before the state" in refused["error"]["message"]
+        refused = ask_to(server, "restore", 0, "nowhere.bin", 400)
+        assert "invalid slot save file" in refused["error"]["message"]
         expect_next_as_anew(server, anew, prompt, id_slot=0)
         for i, content in enumerate(changed(whole, 700)):
             (saved / "changed.bin").write_bytes(content)

@@ -1,11 +1,11 @@
 """Test llama.cpp's own tests on this cache, and its programs as the page has its readers call them."""
 
+import functools
 import json
 import os
 import re
 import socket
 import subprocess
-import tempfile
 import time
 import urllib.request
 
@@ -18,62 +18,42 @@ README = (ROOT / "integrations/llama.cpp/README.md").read_text()
 BUILD, SERVE, USE, COMPLETE, BENCH, TYPES, *_ = re.findall(r"^```sh\n(.*?)\n```$", README, re.M | re.S)
 
 
-def run(*command):
-    """Run a command with this cache switched on; return what it prints."""
-    with tempfile.TemporaryDirectory() as folder:  # some leave a file where they run
-        done = subprocess.run(
-            [*map(str, command)],
-            cwd=folder,
-            env=os.environ | {"LLAMA_KVCACHE": "1", "OMP_WAIT_POLICY": "passive"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=1800,
-        )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-8000:]}"
-    return done.stdout
+run = functools.partial(llama_cpp_build.run, LLAMA_KVCACHE="1")
 
 
 # ---- llama.cpp's own tests of memory and state: the exit status tells, as a log may lose its last lines
 
 
 def test_state_restored_between_others(repository):
-    said = run(llama_cpp_build.program("test-state-restore-fragmented"), "-m", repository, "-lv", "4")
+    said = run("test-state-restore-fragmented", "-m", repository, "-lv", "4")
     assert "SUCCESS" in said
     assert "llama_kvcache:" in said, "it ran on this cache"
-
-
-def test_state_saved_and_loaded(repository):
-    said = run(llama_cpp_build.program("test-save-load-state"), "-m", repository, "-lv", "4")
-    assert "llama_kvcache:" in said
 
 
 @pytest.mark.slow
 @pytest.mark.threads
 def test_contexts_side_by_side(repository):
     options = ("-p", "ROMEO:", "-n", "64", "-c", "256", "-ub", "32", "-np", "4", "-t", "2")
-    run(llama_cpp_build.program("test-thread-safety"), "-m", repository, *options)
+    run("test-thread-safety", "-m", repository, *options, OMP_NUM_THREADS="2")
 
 
 @pytest.mark.slow
 def test_every_architecture():
-    run(llama_cpp_build.program("test-llama-archs"), *llama_models.SEED)
+    run("test-llama-archs", *llama_models.SEED)
 
 
 @pytest.fixture(scope="module")
 def architectures(tmp_path_factory):
     """A folder of small random models of every architecture."""
     folder = tmp_path_factory.mktemp("architectures")
-    run(llama_cpp_build.program("test-llama-archs"), *llama_models.SEED, "-o", folder)
+    run("test-llama-archs", *llama_models.SEED, "-o", folder)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["test-save-load-state", "test-recurrent-state-rollback"])
 def test_states_of_every_architecture(architectures, program):
-    run(llama_cpp_build.program(program), "--models", architectures)
+    run(program, "--models", architectures)
 
 
 # ---- the page's commands, in its order
