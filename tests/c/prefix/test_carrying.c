@@ -8,57 +8,8 @@
 #include "support/feeding.h"
 
 enum { BLOCK = 64, DIM = 2048, NUM_LAYERS = 4, NUM_BLOCKS = 4, PROMPT = NUM_BLOCKS * BLOCK, TRIES = 100 };
-
-/* ---- a store in memory ------------------------------------------------------------------------------------------- */
-
-typedef struct value {
-    uint8_t name[KVC_NAME_BYTES];
-    char *bytes;
-    int64_t size;
-} value;
-
-static value values[2 * NUM_BLOCKS];
-static int num_values;
-static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-
-static value *find(const uint8_t *name) {
-    for (int i = 0; i < num_values; i++)
-        if (!memcmp(values[i].name, name, KVC_NAME_BYTES)) return &values[i];
-    return NULL;
-}
-
-static kvc_status read_value(void *user, const uint8_t *name, void *bytes, int64_t max_bytes, int64_t *size) {
-    (void)user;
-    pthread_mutex_lock(&mutex);
-    const value *found = find(name);
-    *size = found ? found->size : 0;
-    if (found && *size <= max_bytes) memcpy(bytes, found->bytes, (size_t)*size);
-    pthread_mutex_unlock(&mutex);
-    return KVC_OK;
-}
-
-static kvc_status write_value(void *user, const uint8_t *name, const void *bytes, int64_t size) {
-    (void)user;
-    pthread_mutex_lock(&mutex);
-    value *to = find(name);
-    if (!to) {
-        to = &values[num_values++];
-        memcpy(to->name, name, KVC_NAME_BYTES);
-    }
-    free(to->bytes);
-    to->bytes = malloc((size_t)size);
-    memcpy(to->bytes, bytes, (size_t)size);
-    to->size = size;
-    pthread_mutex_unlock(&mutex);
-    return KVC_OK;
-}
-
-static const kvc_store store = {.struct_size = sizeof store, .read = read_value, .write = write_value};
-
-static void empty_store(void) {
-    while (num_values) free(values[--num_values].bytes);
-    memset(values, 0, sizeof values);
-}
+enum { MOST_VALUES = 2 * NUM_BLOCKS, MOST_VALUE = NUM_LAYERS * (BLOCK * 2 * DIM * (int)sizeof(float)) + 256 };
+#include "support/shelf.h"
 
 /* ---- the cache --------------------------------------------------------------------------------------------------- */
 
@@ -91,7 +42,7 @@ static void begin(kvc_config config, int64_t state_bytes) {
 static void end(void) {
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_cache_free(cache) == KVC_OK, "%s", kvc_last_error());
-    empty_store();
+    num_values = 0;
 }
 
 /* Begins a sequence of a prompt's tokens, and feeds the tokens that do not match. */
@@ -189,7 +140,8 @@ static void test_gap(void) {
     CHECK(kvc_prefix_forget(prefix, &forgotten, NULL, 0, &num, &dropped) == KVC_OK && dropped == BLOCK);
     CHECK(kvc_prefix_evict(prefix, 1, &num) == KVC_OK && num == BLOCK);
     CHECK(kvc_prefix_names(prefix, &tokens, names[0], NUM_BLOCKS, &num) == KVC_OK && num == NUM_BLOCKS);
-    memset(find(names[1])->name, 0, KVC_NAME_BYTES); /* the store has the first block, and lacks one that is kept */
+    memset(find_value(names[1])->name, 0,
+           KVC_NAME_BYTES); /* the store has the first block, and lacks one that is kept */
     CHECKF(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK, "%s", kvc_last_error());
     CHECK(kvc_prefix_lookup(prefix, &tokens, &known, NULL) == KVC_OK);
     CHECKF(fetched == 2 * BLOCK && known == PROMPT, "%d were fetched, and %d are known", fetched, known);
@@ -286,9 +238,9 @@ static void test_two_writers(int by_id) {
 
 static kvc_status remove_value(void *user, const uint8_t *name) {
     (void)user;
-    pthread_mutex_lock(&mutex);
-    if (find(name)) memset(find(name)->name, 0, KVC_NAME_BYTES);
-    pthread_mutex_unlock(&mutex);
+    pthread_mutex_lock(&shelf_mutex);
+    if (find_value(name)) memset(find_value(name)->name, 0, KVC_NAME_BYTES);
+    pthread_mutex_unlock(&shelf_mutex);
     return KVC_OK;
 }
 
@@ -407,13 +359,12 @@ static void test_joins_nothing_forgotten(void) {
 static int fails_to_remove;
 
 static kvc_status forget_and_write(void *user, const uint8_t *name, const void *bytes, int64_t size) {
-    const kvc_store same = {.struct_size = sizeof same, .read = read_value, .write = write_value};
     const kvc_tokens tokens = first(BLOCK);
     int64_t num, dropped;
     CHECK(write_value(user, name, bytes, size) == KVC_OK);
     CHECK(kvc_prefix_forget(prefix, &tokens, NULL, 0, &num, &dropped) == KVC_OK && dropped == BLOCK);
     keep(BLOCK);
-    CHECK(kvc_store_new_blocks(cache, &same, &num) == KVC_OK && num == 0); /* it leaves the block to this call */
+    CHECK(kvc_store_new_blocks(cache, &store, &num) == KVC_OK && num == 0); /* it leaves the block to this call */
     CHECK(kvc_prefix_clear(prefix) == KVC_OK);
     return KVC_OK;
 }

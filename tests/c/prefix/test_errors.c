@@ -6,45 +6,10 @@
 #include "support/payloads.h"
 #include "support/serving.h"
 
+enum { PROMPT = 14, MOST_VALUE = 1 << 16, MOST_VALUES = 32, LARGE_STATE = 4000 };
+#include "support/shelf.h"
+
 enum { NONE = 0, NOMEM = 1, FULL = 2 }; /* errors that a call lists; others need a caller's mistake, or a store's */
-
-enum { PROMPT = 14, VALUE = 1 << 16, MOST_VALUES = 32, LARGE_STATE = 4000 };
-
-/* ---- a store in memory ------------------------------------------------------------------------------------------- */
-
-static struct {
-    uint8_t name[KVC_NAME_BYTES];
-    uint8_t bytes[VALUE];
-    int64_t size;
-} values[MOST_VALUES];
-static int num_values;
-
-static int find_value(const uint8_t *name) {
-    int i = 0;
-    while (i < num_values && memcmp(values[i].name, name, KVC_NAME_BYTES)) i++;
-    return i;
-}
-
-static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
-    const int i = find_value(name);
-    (void)user;
-    *size = i < num_values ? values[i].size : 0;
-    if (*size && *size <= max_bytes) memcpy(to, values[i].bytes, (size_t)*size);
-    return KVC_OK;
-}
-
-static kvc_status write_value(void *user, const uint8_t *name, const void *value, int64_t size) {
-    const int i = find_value(name);
-    (void)user;
-    CHECK(i < MOST_VALUES && size <= VALUE);
-    memcpy(values[i].name, name, KVC_NAME_BYTES);
-    memcpy(values[i].bytes, value, (size_t)size);
-    values[i].size = size;
-    if (i == num_values) num_values++;
-    return KVC_OK;
-}
-
-static const kvc_store store = {.struct_size = sizeof store, .read = read_value, .write = write_value};
 
 /* ---- the world of a call ----------------------------------------------------------------------------------------- */
 
@@ -104,7 +69,7 @@ static world look(void) {
 /* ---- the calls --------------------------------------------------------------------------------------------------- */
 
 static int64_t found, lost;
-static uint8_t bytes[VALUE];
+static uint8_t bytes[MOST_VALUE];
 
 static kvc_status run_identity(void) { return kvc_prefix_identity(cache, "m", 1, bytes); }
 

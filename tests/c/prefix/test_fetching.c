@@ -3,48 +3,19 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/serving.h"
 
-enum { NUM = 20, PROMPT = NUM * BLOCK, LONG = 256, VALUE = 4096 };
+enum { NUM = 20, PROMPT = NUM * BLOCK, LONG = 256, MOST_VALUE = 4096, MOST_VALUES = LONG };
+#include "support/shelf.h"
 
-/* ---- a store in memory ------------------------------------------------------------------------------------------- */
-
-typedef struct value {
-    uint8_t name[KVC_NAME_BYTES], bytes[VALUE];
-    int64_t size;
-} value;
-
-static value values[LONG];
-static int num_values, num_reads;
+static int num_reads;
 static int event_at = -1;   /* number of the read that `event` comes with */
 static void (*event)(void); /* what happens in it */
 
-static value *find_value(const uint8_t *name) {
-    for (int i = 0; i < num_values; i++)
-        if (!memcmp(values[i].name, name, KVC_NAME_BYTES)) return &values[i];
-    return NULL;
-}
-
-static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
-    const value *found = find_value(name);
-    (void)user;
+static kvc_status count_and_read(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
     if (num_reads++ == event_at) event();
-    *size = found ? found->size : 0;
-    CHECK(*size <= max_bytes);
-    memcpy(to, found ? found->bytes : (const void *)"", (size_t)*size);
-    return KVC_OK;
+    return read_value(user, name, to, max_bytes, size);
 }
 
-static kvc_status write_value(void *user, const uint8_t *name, const void *bytes, int64_t size) {
-    value *to = find_value(name);
-    (void)user;
-    if (!to) to = &values[num_values++];
-    CHECK(num_values <= LONG && size <= VALUE);
-    memcpy(to->name, name, KVC_NAME_BYTES);
-    memcpy(to->bytes, bytes, (size_t)size);
-    to->size = size;
-    return KVC_OK;
-}
-
-static const kvc_store store = {.struct_size = sizeof store, .read = read_value, .write = write_value};
+static const kvc_store eventful = {.struct_size = sizeof eventful, .read = count_and_read, .write = write_value};
 
 /* ---- a prompt in the store --------------------------------------------------------------------------------------- */
 
@@ -74,7 +45,7 @@ static void close_fetched(void) {
 static int fetch(void) {
     const kvc_tokens tokens = tokens_of(ids, PROMPT + 1);
     int32_t fetched = -1;
-    CHECKF(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK, "%s", kvc_last_error());
+    CHECKF(kvc_prefix_fetch(prefix, &tokens, -1, &eventful, &fetched) == KVC_OK, "%s", kvc_last_error());
     CHECKF(kvc_validate(cache) == KVC_OK, "%s", kvc_last_error());
     return fetched;
 }
@@ -157,7 +128,7 @@ static int64_t bytes_of_fetch(int num) {
         cache = cache_of(&layer, 1, (kvc_config){.block_size = BLOCK, .num_threads = 1, .allocator = &counting});
         CHECK(kvc_prefix_new(cache, &own, &prefix) == KVC_OK);
         bytes_asked = 0;
-        if (i) CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == num * BLOCK);
+        if (i) CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &eventful, &fetched) == KVC_OK && fetched == num * BLOCK);
         const int64_t bytes = bytes_asked;
         if (!i) serve(ids, num * BLOCK, BLOCK);
         CHECK(kvc_store_new_blocks(cache, &store, &written) == KVC_OK && written == (i ? 0 : num));
@@ -188,7 +159,7 @@ static int64_t bytes_of_passing(int num) {
         CHECK(kvc_prefix_checkpoint(prefix, 0, &part, NULL, 0) == KVC_OK);
     }
     bytes_asked = num_reads = 0;
-    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && !fetched);
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &eventful, &fetched) == KVC_OK && !fetched);
     CHECKF(num_reads == num - 8, "%d of %d blocks are looked for", num_reads, num - 8);
     const int64_t bytes = bytes_asked;
     CHECK(kvc_cache_free(cache) == KVC_OK);
@@ -208,7 +179,7 @@ static void test_waiting_blocks(void) {
     feed_to(50, 3 * BLOCK, 3 * BLOCK); /* in one batch, so that windows lose the first rows */
     release(50, ids, 3 * BLOCK);
     CHECK(known(ids, 2 * BLOCK) == 0);
-    CHECK(kvc_prefix_fetch(prefix, &beginning, -1, &store, &fetched) == KVC_OK && fetched == 2 * BLOCK);
+    CHECK(kvc_prefix_fetch(prefix, &beginning, -1, &eventful, &fetched) == KVC_OK && fetched == 2 * BLOCK);
     CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, 8, &num) == KVC_OK);
     CHECKF(num == 3, "%d blocks wait", (int)num);
     close_fetched();

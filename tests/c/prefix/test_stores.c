@@ -13,61 +13,41 @@
 
 enum { LAYERS = 2, DIM = 32, BLOCK = 4, NUM_TOKENS = 22, NUM_BLOCKS = 5, MOST_VALUES = 40, MOST_VALUE = 4096 };
 enum { STATE = 100 }; /* bytes of a recurrent state */
+#include "support/shelf.h"
 
-/* ---- a store in memory ------------------------------------------------------------------------------------------- */
+/* ---- a store that breaks ----------------------------------------------------------------------------------------- */
 
-typedef struct value {
-    uint8_t name[KVC_NAME_BYTES], bytes[MOST_VALUE];
-    int64_t size;
-} value;
+static int num_reads, num_writes;
+static int fail_at = -1; /* the call of this number fails; -1: none does */
+static int64_t longer;   /* what it says of values is so many bytes more */
 
-typedef struct shelf {
-    value values[MOST_VALUES];
-    int num;
-    int reads, writes; /* calls */
-    int fail_at;       /* the call of this number fails; -1: none does */
-    int64_t longer;    /* what it says of values is so many bytes more */
-} shelf;
-
-static value *find(shelf *s, const uint8_t *name) {
-    for (int i = 0; i < s->num; i++)
-        if (!memcmp(s->values[i].name, name, KVC_NAME_BYTES)) return &s->values[i];
-    return NULL;
+static int fails(void) {
+    if (num_reads + num_writes - 1 != fail_at) return 0;
+    kvc_set_last_error("the shelf broke at call %d", fail_at);
+    return 1;
 }
 
-static kvc_status fails(const shelf *s) {
-    if (s->reads + s->writes - 1 != s->fail_at) return KVC_OK;
-    kvc_set_last_error("the shelf broke at call %d", s->fail_at);
-    return KVC_ERR_STORE;
+static kvc_status read_or_fail(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
+    num_reads++;
+    if (fails()) return KVC_ERR_STORE;
+    const kvc_status status = read_value(user, name, to, max_bytes, size);
+    if (*size) *size += longer;
+    return status;
 }
 
-static kvc_status read_value(void *user, const uint8_t *name, void *to, int64_t max_bytes, int64_t *size) {
-    shelf *s = user;
-    s->reads++;
-    if (fails(s)) return KVC_ERR_STORE;
-    const value *v = find(s, name);
-    *size = v ? v->size + s->longer : 0;
-    if (v && *size <= max_bytes) memcpy(to, v->bytes, (size_t)v->size);
-    return KVC_OK;
+static kvc_status write_or_fail(void *user, const uint8_t *name, const void *from, int64_t size) {
+    num_writes++;
+    return fails() ? KVC_ERR_STORE : write_value(user, name, from, size);
 }
 
-static kvc_status write_value(void *user, const uint8_t *name, const void *from, int64_t size) {
-    shelf *s = user;
-    s->writes++;
-    if (fails(s)) return KVC_ERR_STORE;
-    value *v = find(s, name);
-    if (!v) v = &s->values[s->num++];
-    CHECK(s->num < MOST_VALUES && size <= MOST_VALUE);
-    memcpy(v->name, name, KVC_NAME_BYTES);
-    memcpy(v->bytes, from, (size_t)size);
-    v->size = size;
-    return KVC_OK;
+static const kvc_store shelf = {.struct_size = sizeof shelf, .read = read_or_fail, .write = write_or_fail};
+
+static void clear_shelf(void) {
+    memset(values, 0, sizeof values);
+    num_values = num_reads = num_writes = 0;
+    fail_at = -1;
+    longer = 0;
 }
-
-static shelf shelves[1];
-static const kvc_store store = {sizeof store, shelves, read_value, write_value, NULL};
-
-static void clear_shelf(void) { *shelves = (shelf){.fail_at = -1}; }
 
 /* ---- a cache and its prefix -------------------------------------------------------------------------------------- */
 
@@ -150,11 +130,11 @@ static void write_all(const kvc_prefix_config *config) {
     kvc_prefix *prefix;
     int64_t num_written;
     kvc_cache *cache = new_cache(config, &prefix);
-    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 0);
+    CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == 0);
     serve(cache, prefix);
-    CHECKF(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS, "%s: %d",
+    CHECKF(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == NUM_BLOCKS, "%s: %d",
            kvc_last_error(), (int)num_written);
-    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 0);
+    CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == 0);
     free_valid(cache);
 }
 
@@ -164,10 +144,10 @@ static int32_t fetch(const kvc_prefix_config *config, int64_t max_matched, kvc_s
     int64_t num_written;
     int32_t fetched = -1, matched;
     kvc_cache *cache = new_cache(config, &prefix);
-    *status = kvc_prefix_fetch(prefix, &tokens, max_matched, &store, &fetched);
+    *status = kvc_prefix_fetch(prefix, &tokens, max_matched, &shelf, &fetched);
     CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == fetched);
     check_rows(cache, prefix);
-    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 0); /* they are there */
+    CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == 0); /* they are there */
     free_valid(cache);
     return fetched;
 }
@@ -178,13 +158,13 @@ static void test_there_and_back(void) {
     kvc_status status;
     clear_shelf();
     write_all(&plain);
-    CHECK(shelves->num == NUM_BLOCKS && shelves->values[0].size == 128 + LAYERS + LAYERS * BLOCK * (34 + 2 * DIM));
+    CHECK(num_values == NUM_BLOCKS && values[0].size == 128 + LAYERS + LAYERS * BLOCK * (34 + 2 * DIM));
     CHECK(fetch(&plain, -1, &status) == 20 && status == KVC_OK);
     CHECK(fetch(&plain, 15, &status) == 12 && status == KVC_OK); /* whole blocks */
     CHECK(fetch(&plain, 0, &status) == 0 && status == KVC_OK);
-    shelves->reads = 0;
-    memset(shelves->values[2].name, 0, KVC_NAME_BYTES); /* behind a missing block nothing is asked for */
-    CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_OK && shelves->reads == 3);
+    num_reads = 0;
+    memset(values[2].name, 0, KVC_NAME_BYTES); /* behind a missing block nothing is asked for */
+    CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_OK && num_reads == 3);
 }
 
 /* Known blocks are not read; missing blocks behind them are. */
@@ -194,10 +174,10 @@ static void test_what_is_known(void) {
     clear_shelf();
     write_all(&plain);
     kvc_cache *cache = new_cache(&plain, &prefix);
-    CHECK(kvc_prefix_fetch(prefix, &tokens, 11, &store, &fetched) == KVC_OK && fetched == 8);
-    shelves->reads = 0;
-    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 12 && shelves->reads == 3);
-    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 0 && shelves->reads == 3);
+    CHECK(kvc_prefix_fetch(prefix, &tokens, 11, &shelf, &fetched) == KVC_OK && fetched == 8);
+    num_reads = 0;
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 12 && num_reads == 3);
+    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 0 && num_reads == 3);
     CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == 20);
     CHECK(serve(cache, prefix) == 20);
     free_valid(cache);
@@ -220,7 +200,7 @@ static void test_others(void) {
     kvc_prefix_config secret = others[3];
     secret.collects_new = 1;
     write_all(&secret); /* in the place of the others */
-    CHECK(shelves->num == NUM_BLOCKS && fetch(&secret, -1, &status) == 20 && status == KVC_OK);
+    CHECK(num_values == NUM_BLOCKS && fetch(&secret, -1, &status) == 20 && status == KVC_OK);
     CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
     secret.secret_size--;
     CHECK(fetch(&secret, -1, &status) == 0 && status == KVC_ERR_FORMAT);
@@ -235,14 +215,14 @@ static void test_failing_store(void) {
         clear_shelf();
         kvc_cache *cache = new_cache(&plain, &prefix);
         serve(cache, prefix);
-        shelves->fail_at = n;
-        CHECK_FAILS(kvc_store_new_blocks(cache, &store, &num_written), KVC_ERR_STORE, "the shelf broke", "");
-        CHECK(num_written == n && shelves->num == n);
-        CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS - n - 1);
+        fail_at = n;
+        CHECK_FAILS(kvc_store_new_blocks(cache, &shelf, &num_written), KVC_ERR_STORE, "the shelf broke", "");
+        CHECK(num_written == n && num_values == n);
+        CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == NUM_BLOCKS - n - 1);
         free_valid(cache);
         clear_shelf();
         write_all(&plain);
-        shelves->fail_at = NUM_BLOCKS + n;
+        fail_at = NUM_BLOCKS + n;
         CHECK(fetch(&plain, -1, &status) == n * BLOCK && status == KVC_ERR_STORE);
     }
 }
@@ -252,17 +232,17 @@ static void test_lies(void) {
     kvc_status status;
     clear_shelf();
     write_all(&plain);
-    shelves->longer = 1;
+    longer = 1;
     CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
     CHECK(strstr(kvc_last_error(), "no block more than"));
-    shelves->longer = -1;
+    longer = -1;
     CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
-    shelves->longer = -shelves->values[0].size - 1; /* less than nothing */
+    longer = -values[0].size - 1; /* less than nothing */
     CHECK(fetch(&plain, -1, &status) == 0 && status == KVC_ERR_FORMAT);
-    shelves->longer = 0;
-    shelves->values[3].bytes[500] ^= 1;
+    longer = 0;
+    values[3].bytes[500] ^= 1;
     CHECK(fetch(&plain, -1, &status) == 12 && status == KVC_ERR_FORMAT);
-    memcpy(shelves->values[2].bytes, shelves->values[1].bytes, MOST_VALUE);
+    memcpy(values[2].bytes, values[1].bytes, MOST_VALUE);
     CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_ERR_FORMAT);
     CHECK(strstr(kvc_last_error(), "another name"));
 }
@@ -293,24 +273,24 @@ static kvc_status read_cut(void *user, const uint8_t *name, void *to, int64_t ma
 
 /* A value with a state stays where its block is computed again without one; not where it is damaged. */
 static void test_states(void) {
-    const kvc_store cut = {sizeof cut, shelves, read_cut, write_value, NULL};
-    const value *with_state = &shelves->values[2];
+    const kvc_store cut = {.struct_size = sizeof cut, .read = read_cut, .write = write_value};
+    const value *with_state = &values[2];
     for (int i = 0; i < 4; i++) {
-        const kvc_store *used = i % 2 ? &cut : &store;
+        const kvc_store *used = i % 2 ? &cut : &shelf;
         clear_shelf();
         write_with_state(used, 12);
-        CHECK(shelves->num == NUM_BLOCKS);
+        CHECK(num_values == NUM_BLOCKS);
         const int64_t size = with_state->size;
-        CHECK(size == shelves->values[1].size + 4 + STATE);
-        if (i >= 2) shelves->values[2].bytes[500] ^= 1;
+        CHECK(size == values[1].size + 4 + STATE);
+        if (i >= 2) values[2].bytes[500] ^= 1;
         write_with_state(used, 20);
-        CHECK(with_state->size == (i < 2 ? size : size - 4 - STATE) && shelves->values[4].size == size);
+        CHECK(with_state->size == (i < 2 ? size : size - 4 - STATE) && values[4].size == size);
     }
 }
 
 /* Blocks that were listed are written one by one, to whatever store: the same values. */
 static void test_one_by_one(void) {
-    static shelf expected;
+    static value expected[MOST_VALUES];
     const uint8_t state[STATE] = {3};
     const kvc_tokens first = {.struct_size = sizeof first, .ids = ids, .num_tokens = 12};
     kvc_new_block blocks[NUM_BLOCKS + 1];
@@ -318,8 +298,8 @@ static void test_one_by_one(void) {
     int64_t seq_id, num, size;
     int32_t matched;
     clear_shelf();
-    write_with_state(&store, 12);
-    expected = *shelves;
+    write_with_state(&shelf, 12);
+    memcpy(expected, values, sizeof expected);
     clear_shelf();
     kvc_cache *cache = new_cache(&recurrent, &prefix);
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK);
@@ -329,20 +309,21 @@ static void test_one_by_one(void) {
     CHECK(kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
     CHECK(kvc_take_new_blocks(cache, blocks, sizeof *blocks, NUM_BLOCKS + 1, &num) == KVC_OK && num == NUM_BLOCKS);
     for (int i = 0; i < num; i++) {
-        CHECKF(kvc_store_block(cache, blocks[i].id, &store, &size) == KVC_OK, "%s", kvc_last_error());
-        const value *v = find(shelves, blocks[i].name), *other = find(&expected, blocks[i].name);
-        CHECK(v && other && v->size == other->size && size == v->size - 128);
-        if (v && other && i != 2) CHECK(!memcmp(v->bytes, other->bytes, (size_t)v->size));
+        CHECKF(kvc_store_block(cache, blocks[i].id, &shelf, &size) == KVC_OK, "%s", kvc_last_error());
+        const value *v = &values[i], *other = &expected[i];
+        CHECK(!memcmp(v->name, blocks[i].name, KVC_NAME_BYTES) && !memcmp(v->name, other->name, KVC_NAME_BYTES));
+        CHECK(v->size == other->size && size == v->size - 128);
+        if (i != 2) CHECK(!memcmp(v->bytes, other->bytes, (size_t)v->size));
     }
-    const int writes = shelves->writes;
-    CHECK(kvc_store_block(cache, blocks[2].id, &store, &size) == KVC_OK && size > STATE && shelves->writes == writes);
-    CHECK(kvc_store_block(cache, 12345, &store, &size) == KVC_OK && size == 0 && shelves->writes == writes);
-    shelves->fail_at = shelves->reads + shelves->writes;
-    CHECK_FAILS(kvc_store_block(cache, blocks[1].id, &store, &size), KVC_ERR_STORE, "the shelf broke", "");
-    CHECK_FAILS(kvc_store_block(cache, blocks[1].id, &store, NULL), KVC_ERR_INVALID, "size", "NULL");
+    const int writes = num_writes;
+    CHECK(kvc_store_block(cache, blocks[2].id, &shelf, &size) == KVC_OK && size > STATE && num_writes == writes);
+    CHECK(kvc_store_block(cache, 12345, &shelf, &size) == KVC_OK && size == 0 && num_writes == writes);
+    fail_at = num_reads + num_writes;
+    CHECK_FAILS(kvc_store_block(cache, blocks[1].id, &shelf, &size), KVC_ERR_STORE, "the shelf broke", "");
+    CHECK_FAILS(kvc_store_block(cache, blocks[1].id, &shelf, NULL), KVC_ERR_INVALID, "size", "NULL");
     CHECK_FAILS(kvc_store_block(cache, blocks[1].id, NULL, &size), KVC_ERR_INVALID, "store", "NULL");
     CHECK(kvc_prefix_clear(prefix) == KVC_OK);
-    CHECK(kvc_store_block(cache, blocks[1].id, &store, &size) == KVC_OK && size == 0);
+    CHECK(kvc_store_block(cache, blocks[1].id, &shelf, &size) == KVC_OK && size == 0);
     free_valid(cache);
 }
 
@@ -358,16 +339,16 @@ static void test_dropped_states(void) {
         int32_t fetched, matched;
         config.max_checkpoint_bytes = STATE;
         clear_shelf();
-        write_with_state(&store, end);
+        write_with_state(&shelf, end);
         kvc_cache *cache = new_cache(&config, &prefix);
-        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 20);
-        CHECK(kvc_prefix_fetch(prefix, &tokens, end, &store, &fetched) == KVC_OK && fetched == 0);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 20);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, end, &shelf, &fetched) == KVC_OK && fetched == 0);
         CHECK(kvc_prefix_acquire(prefix, &other, -1, &seq_id, &matched) == KVC_OK && !matched);
         compute(cache, seq_id, 3);
         CHECK(kvc_prefix_checkpoint(prefix, seq_id, &other, state, STATE) == KVC_OK);
         CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == 0);
-        if (end == 12) memset(shelves->values[1].name, 0, KVC_NAME_BYTES); /* its rows are there, and no state is */
-        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == BLOCK);
+        if (end == 12) memset(values[1].name, 0, KVC_NAME_BYTES); /* its rows are there, and no state is */
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == BLOCK);
         CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
         free_valid(cache);
     }
@@ -385,16 +366,16 @@ static void test_pinned_states(void) {
         int32_t fetched, matched, with_rows;
         config.max_checkpoint_bytes = STATE;
         clear_shelf();
-        write_with_state(&store, end);
+        write_with_state(&shelf, end);
         kvc_cache *cache = new_cache(&config, &prefix);
         CHECK(kvc_prefix_acquire(prefix, &other, -1, &seq_id, &matched) == KVC_OK && !matched);
         compute(cache, seq_id, 3);
         CHECK(kvc_prefix_checkpoint(prefix, seq_id, &other, state, STATE) == KVC_OK);
         CHECK(kvc_prefix_pin(prefix, &other, &matched) == KVC_OK && matched == 3);
-        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 2 * BLOCK);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 2 * BLOCK);
         CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, &with_rows) == KVC_OK && !matched && with_rows == fetched);
         CHECK(kvc_prefix_unpin(prefix, &other) == KVC_OK);
-        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 3 * BLOCK);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 3 * BLOCK);
         CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
         free_valid(cache);
     }
@@ -411,13 +392,13 @@ static void test_listed_again(void) {
         clear_shelf();
         kvc_cache *cache = new_cache(&recurrent, &prefix);
         serve(cache, prefix);
-        CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
+        CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
         CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK && !matched);
         compute(cache, seq_id, end);
         CHECK(kvc_prefix_checkpoint(prefix, seq_id, &first, state, STATE) == KVC_OK);
-        CHECKF(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == 1, "%d: %d", end,
+        CHECKF(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == 1, "%d: %d", end,
                (int)num_written);
-        CHECK(shelves->values[2].size == shelves->values[1].size + 4 + STATE);
+        CHECK(values[2].size == values[1].size + 4 + STATE);
         free_valid(cache);
     }
 }
@@ -444,14 +425,14 @@ static kvc_status write_and_grow(void *user, const uint8_t *name, const void *fr
 
 /* A prefix with states that is made while blocks are written has its states written, too. */
 static void test_states_meanwhile(void) {
-    const kvc_store grows = {sizeof grows, shelves, read_value, write_and_grow, NULL};
+    const kvc_store grows = {.struct_size = sizeof grows, .read = read_value, .write = write_and_grow};
     kvc_prefix *prefix;
     int64_t num_written;
     clear_shelf();
     kvc_cache *cache = growing = new_cache(&plain, &prefix);
     serve(cache, prefix);
     CHECK(kvc_store_new_blocks(cache, &grows, &num_written) == KVC_OK && num_written == NUM_BLOCKS + 1);
-    CHECK(shelves->values[NUM_BLOCKS].size == shelves->values[0].size + 4 + STATE);
+    CHECK(values[NUM_BLOCKS].size == values[0].size + 4 + STATE);
     free_valid(cache);
 }
 
@@ -501,22 +482,22 @@ static void test_joined(void) {
 
 /* A block of which a window has lost rows leaves the rows that the store has of it. */
 static void test_lost_rows(void) {
-    static shelf whole;
+    static value whole[MOST_VALUES];
     kvc_prefix *prefix;
     int64_t seq_id, num_written;
     int32_t matched;
     clear_shelf();
     kvc_cache *cache = new_cache_with(&plain, 3, &prefix);
     serve(cache, prefix); /* in one batch, which keeps the rows of whole blocks */
-    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
+    CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
     free_valid(cache);
-    whole = *shelves;
+    memcpy(whole, values, sizeof whole);
     cache = new_cache_with(&plain, 3, &prefix);
     CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK && !matched);
     for (int32_t end = 1; end <= NUM_TOKENS; end++) compute(cache, seq_id, end);
     CHECK(kvc_prefix_release(prefix, seq_id, &tokens) == KVC_OK);
-    CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK);
-    CHECK(!memcmp(whole.values, shelves->values, sizeof whole.values));
+    CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK);
+    CHECK(!memcmp(whole, values, sizeof whole));
     free_valid(cache);
 }
 
@@ -530,11 +511,11 @@ static void test_failing_memory(void) {
         kvc_cache *cache = new_cache(&plain, &prefix);
         serve(cache, prefix);
         memory_fail_after(&heap, n);
-        kvc_status status = kvc_store_new_blocks(cache, &store, &num_written);
+        kvc_status status = kvc_store_new_blocks(cache, &shelf, &num_written);
         failed = heap.failed;
         heap.is_failing = 0;
-        CHECK(status == (failed ? KVC_ERR_NOMEM : KVC_OK) && num_written == shelves->num);
-        if (!n) CHECK(kvc_store_new_blocks(cache, &store, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
+        CHECK(status == (failed ? KVC_ERR_NOMEM : KVC_OK) && num_written == num_values);
+        if (!n) CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
         free_valid(cache);
     }
     clear_shelf();
@@ -542,12 +523,12 @@ static void test_failing_memory(void) {
     for (int n = 0, failed = 1; failed; n++) {
         kvc_cache *cache = new_cache(&plain, &prefix);
         memory_fail_after(&heap, n);
-        kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched);
+        kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched);
         failed = heap.failed;
         heap.is_failing = 0;
         CHECK((status == KVC_OK || status == KVC_ERR_NOMEM) && fetched <= 20 && (failed || fetched == 20));
         check_rows(cache, prefix);
-        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK);
         check_rows(cache, prefix);
         CHECK(serve(cache, prefix) == 20);
         free_valid(cache);
@@ -560,15 +541,15 @@ static void test_failing_memory_of_states(void) {
     int32_t fetched, matched;
     for (int32_t end = 11; end <= 12; end++) { /* within a block, and at its end */
         clear_shelf();
-        write_with_state(&store, end);
+        write_with_state(&shelf, end);
         for (int n = 0, failed = 1; failed; n++) {
             kvc_cache *cache = new_cache(&recurrent, &prefix);
             memory_fail_after(&heap, n);
-            const kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched);
+            const kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched);
             failed = heap.failed;
             heap.is_failing = 0;
             CHECK((status == KVC_OK || status == KVC_ERR_NOMEM) && (failed || fetched == 20));
-            CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK);
+            CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK);
             CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
             free_valid(cache);
         }
@@ -635,7 +616,7 @@ static kvc_status forking_read(void *user, const uint8_t *name, void *to, int64_
 }
 
 static void *fetch_slowly(void *prefix) {
-    const kvc_store slow = {sizeof slow, shelves, slow_read, write_value, NULL};
+    const kvc_store slow = {.struct_size = sizeof slow, .read = slow_read, .write = write_value};
     int32_t fetched;
     CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &slow, &fetched) == KVC_OK && fetched == 20);
     return NULL;
@@ -648,7 +629,7 @@ static void check_child(pid_t child) {
 
 /* A child that is forked while a store works fetches all itself, and gives back every byte. */
 static void test_fork(void) {
-    const kvc_store forking = {sizeof forking, shelves, forking_read, write_value, NULL};
+    const kvc_store forking = {.struct_size = sizeof forking, .read = forking_read, .write = write_value};
     kvc_prefix *prefix;
     pthread_t thread;
     int32_t fetched;
@@ -660,7 +641,7 @@ static void test_fork(void) {
     while (!atomic_load(&is_reading)) sched_yield();
     const pid_t child = fork();
     if (!child) {
-        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &store, &fetched) == KVC_OK && fetched == 20);
+        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 20);
         free_valid(cache);
         _exit(test_result());
     }
@@ -685,13 +666,13 @@ static void test_arguments(void) {
     const kvc_store blind = {sizeof blind, NULL, NULL, write_value, NULL},
                     mute = {sizeof mute, NULL, read_value, NULL, NULL};
     kvc_cache *cache = new_cache(&plain, &prefix);
-    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, &store, NULL), KVC_ERR_INVALID, "fetched", "NULL");
-    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -2, &store, &fetched), KVC_ERR_INVALID, "max_matched", "-2");
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, NULL), KVC_ERR_INVALID, "fetched", "NULL");
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -2, &shelf, &fetched), KVC_ERR_INVALID, "max_matched", "-2");
     CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, NULL, &fetched), KVC_ERR_INVALID, "store", "NULL");
     CHECK_FAILS(kvc_prefix_fetch(prefix, &tokens, -1, &blind, &fetched), KVC_ERR_INVALID, "read", "NULL");
-    CHECK_FAILS(kvc_prefix_fetch(prefix, &none, -1, &store, &fetched), KVC_ERR_INVALID, "num_tokens", "0");
+    CHECK_FAILS(kvc_prefix_fetch(prefix, &none, -1, &shelf, &fetched), KVC_ERR_INVALID, "num_tokens", "0");
     CHECK_FAILS(kvc_store_new_blocks(cache, &mute, &num), KVC_ERR_INVALID, "write", "NULL");
-    CHECK_FAILS(kvc_store_new_blocks(cache, &store, NULL), KVC_ERR_INVALID, "num_written", "NULL");
+    CHECK_FAILS(kvc_store_new_blocks(cache, &shelf, NULL), KVC_ERR_INVALID, "num_written", "NULL");
     kvc_prefix_config config = plain;
     config.secret_size = 3;
     CHECK_FAILS(kvc_prefix_new(cache, &config, &other), KVC_ERR_INVALID, "secret_size", "3");
