@@ -1,4 +1,4 @@
-/* How large blocks are under max_bytes: the default, limits that hold no block, and files with such limits. */
+/* How large blocks are under max_bytes: limits that hold no block, and files with such limits. */
 #include "support/saved.h"
 
 static const kvc_layer layer = {.num_kv_heads = 2, .k_dim = 32, .v_dim = 32};
@@ -22,17 +22,6 @@ static int64_t least_of(const kvc_layer *layers, int32_t num_layers, kvc_config 
     }
     CHECK(kvc_commit(batch) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
     return bytes;
-}
-
-static void test_default(void) {
-    const kvc_config single = {.max_seq_len = 100, .max_sequences = 1};
-    for (int i = 0; i < 2; i++) {
-        kvc_config config = single;
-        if (i) config.max_bytes = 1 << 20;
-        kvc_cache *cache = cache_of(&layer, 1, config);
-        CHECK(kvc_block_size(cache) == (i ? 64 : 100));
-        CHECK(kvc_cache_free(cache) == KVC_OK);
-    }
 }
 
 /* A cache begins if max_bytes holds one block of each group.  One byte less is refused. */
@@ -143,7 +132,6 @@ static void test_load(void) {
 }
 
 int main(void) {
-    test_default();
     test_refused();
     test_refused_huge();
     test_clone();

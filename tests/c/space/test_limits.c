@@ -6,7 +6,8 @@
 #include "support/feeding.h"
 #include "support/pairs.h"
 
-/* By default a block holds max_seq_len tokens if max_sequences is 1 and no layer expires, otherwise 64. */
+/* By default a block holds max_seq_len tokens if max_sequences is 1, no layer expires and there is no max_bytes,
+ * otherwise 64. */
 static void test_default_block_size(void) {
     pair *p = limited_pair(0, 0, 0, 0);
     static const struct {
@@ -19,6 +20,7 @@ static void test_default_block_size(void) {
         {{.max_seq_len = 100}, 0, 2},
         {{.max_sequences = 1}, 0, 2},
         {{.capacity = 100, .max_sequences = 1}, 0, 2},
+        {{.max_seq_len = 100, .max_sequences = 1, .max_bytes = 1 << 20}, 0, 2},
     };
     pair_free(p);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
