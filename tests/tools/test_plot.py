@@ -21,8 +21,6 @@ import kvcache.plot
 from kvcache import ChunkedAttention, CrossAttention, FullAttention, KVCache, SlidingWindow
 from kvcache.layer import DTYPES
 
-LATER, DROPPED, KEPT, SEEN = range(4)
-FREE, UNFILLED, WASTED, SHARED, HELD = range(5)
 ROW_BYTES = {"f32": 512, "f16": 256, "q8_0": 4 * 34, "q4_0": 4 * 18}  # of 128 elements
 
 
@@ -120,41 +118,6 @@ def test_memory_names_its_lines():
 def test_memory_refuses(caches, max_tokens, error, words):
     with pytest.raises(error, match=words):
         kvcache.plot.memory(caches, max_tokens)
-
-
-# ---- visibility
-
-
-def states(policy, query, position):
-    """Return how the policies' docstrings class a position for a query."""
-    if position > query:
-        return LATER
-    match policy:
-        case SlidingWindow(window, sinks, resume):
-            seen = position < sinks or query - position < window
-            kept = query - position < (resume or window)
-        case ChunkedAttention(size, resume):
-            begin = query // size * size
-            seen, kept = position >= begin, position >= begin - (resume or 0)
-        case _:
-            return SEEN
-    return SEEN if seen else KEPT if kept else DROPPED
-
-
-POLICIES = [
-    FullAttention(),
-    SlidingWindow(1),
-    SlidingWindow(5),
-    SlidingWindow(5, num_sink_tokens=3),
-    SlidingWindow(4, num_sink_tokens=2, resume_window=9),
-    SlidingWindow(100),
-    ChunkedAttention(1),
-    ChunkedAttention(6),
-    ChunkedAttention(6, resume_window=4),
-]
-
-
-# ---- blocks
 
 
 # ---- all of them
