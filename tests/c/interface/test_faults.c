@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #include "base/parallel.h"
-#include "support/pairs.h"
+#include "support/memory.h"
 
 static memory heap; /* its numbers are of all requests */
 
@@ -87,36 +87,6 @@ static int names_lack(void) {
 enum { NUM_WAYS = 3 };
 static const int in_a_row[NUM_WAYS] = {INT32_MAX, 2, 1};
 
-/* Sequences that are not stored: new sequences, and a sequence whose rows a commit drops. */
-static void test_unstored_commit_needs_no_memory(void) {
-    static pair p;
-    const kvc_layer layers[] = {{.num_kv_heads = 1, .k_dim = 4, .v_dim = 4},
-                                {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {KVC_CROSS, .max_len = 6}}};
-    const kvc_begin_args args = {.struct_size = sizeof args,
-                                 .num_tokens = 4,
-                                 .seq_ids = (int64_t[]){0, 9, 1, 9},
-                                 .unstored = (uint8_t[]){1, 1, 0, 1}};
-    memory_init(&heap);
-    p = (pair){.config = {.block_size = 4, .allocator = &heap.allocator}};
-    pair_new(&p, 2, layers);
-    pair_feed(&p, 0, 0, 21);
-    pair_feed(&p, 1, 0, 6);
-    CHECK(kvc_begin_with(p.cache, &args, &p.batch) == KVC_OK);
-    for (int l = 0; l < 2; l++) {
-        kvc_put_args put = zero_rows(0, l ? 6 : 4);
-        put.seq_id = 9;
-        CHECKF(kvc_put(p.batch, l, &put) == KVC_OK, "%s", kvc_last_error());
-    }
-    memory_fail_after(&heap, 0);
-    CHECK(kvc_validate(p.cache) == KVC_OK);
-    CHECK(kvc_commit(p.batch) == KVC_OK && heap.failed == 0);
-    CHECK(kvc_validate(p.cache) == KVC_OK);
-    CHECK(kvc_seq_len(p.cache, 0, 0) == 0 && kvc_seq_len(p.cache, 9, 1) == 0 && kvc_seq_len(p.cache, 1, 0) == 7);
-    memory_fail_after(&heap, -1);
-    pair_free(&p);
-    CHECK(heap.num == 0);
-}
-
 /* A cache is made, with the program's allocator or the default one, in the first of which fork() learns of caches. */
 static void test_cache_new(int has_allocator) {
     const kvc_config config = {.struct_size = sizeof config,
@@ -159,6 +129,5 @@ int main(void) {
     setenv("KVCACHE_THREADS", "own", 1);
     for (int num_threads = 2; num_threads < 5; num_threads++) test_threads(num_threads);
     for (int i = 0; i < 2; i++) test_cache_new(i);
-    test_unstored_commit_needs_no_memory();
     return test_result();
 }

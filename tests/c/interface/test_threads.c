@@ -1,4 +1,4 @@
-/* Several threads in one cache: each test puts two kinds of calls side by side; tests/world mixes all.  Plain
+/* Several threads in one cache: each test puts two kinds of calls side by side.  tests/world mixes all calls.  Plain
  * threads, so that the thread sanitizer sees all there is in a build without OpenMP. */
 #define _DEFAULT_SOURCE
 #include <pthread.h>
@@ -8,7 +8,6 @@
 
 #include "cache/waiting.h"
 #include "support/guarded.h"
-#include "support/keeping.h"
 #include "support/pairs.h"
 
 enum { K_DIM = 16, V_DIM = 8, NUM_LAYERS = 2, BASE = 90, MOST = 256 };
@@ -71,36 +70,6 @@ static void feed(kvc_cache *cache, int64_t id, int n) {
     kvc_batch *batch = begin(cache, id, n, 0);
     for (int l = 0; l < NUM_LAYERS; l++) put_rows(batch, l, 0, n, 0);
     CHECKF(kvc_commit(batch) == KVC_OK, "%s", kvc_last_error());
-}
-
-/* ---- what others do meanwhile ------------------------------------------------------------------------------------ */
-
-typedef struct other {
-    kvc_cache *cache;
-    atomic_int *stop;
-    uint32_t random; /* state */
-} other;
-
-static int pick(other *o, int n) {
-    o->random = o->random * 1664525 + 1013904223;
-    return (int)((o->random >> 8) % (uint32_t)n);
-}
-
-static void *copy_out(void *context) {
-    other *o = context;
-    while (!atomic_load(o->stop)) {
-        float k[2][BASE][K_DIM];
-        int32_t first = pick(o, BASE), n = pick(o, BASE - first) + 1;
-        const kvc_rows_out out = {
-            .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
-        kvc_status status = pick(o, 2) ? kvc_gather(o->cache, 1, 0, first, n, &out)
-                                       : kvc_extract(o->cache, 1, 0, first, first + n, &out);
-        CHECKF(status == KVC_OK, "%s", kvc_last_error());
-        for (int h = 0; h < 2; h++)
-            for (int i = 0; i < n; i++) check_key(k[h][i], 0, h, first + i);
-        sched_yield();
-    }
-    return NULL;
 }
 
 /* ---- putting from several threads -------------------------------------------------------------------------------- */
@@ -265,91 +234,17 @@ static void test_cross_layers_side_by_side(void) {
     CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
 }
 
-/* ---- a slow function that moves keys ----------------------------------------------------------------------------- */
+/* ---- rows that are written where they lie ------------------------------------------------------------------------ */
 
-/* Shared by the thread that moves keys and the others. */
-typedef struct slow {
-    kvc_cache *cache;
-    atomic_int is_moving, edits, refused, stop;
-} slow;
-
-/* Returns when others have edited something meanwhile. */
-static int32_t move_slowly(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows,
-                           int32_t k_dim, int32_t delta) {
-    slow *s = user;
-    (void)layer;
-    int edits = atomic_load(&s->edits), refused = atomic_load(&s->refused);
-    atomic_store(&s->is_moving, 1);
-    while (atomic_load(&s->edits) < edits + 4 || atomic_load(&s->refused) == refused) sched_yield();
-    atomic_store(&s->is_moving, 0);
-    for (int64_t i = 0; i < num_kv_heads * num_rows * k_dim; i++) keys[i] += (float)delta;
-    return 0;
-}
-
-/* Edits sequences, some of which share rows with the sequence whose keys are moved.  Also tries to edit it. */
-static void *edit_meanwhile(void *context) {
-    slow *s = context;
-    for (int i = 0; !atomic_load(&s->stop); i++) {
-        int64_t id = 10 + i % 3;
-        kvc_status status = i % 8 == 0   ? kvc_share(s->cache, 1, id, 0, KVC_END)
-                            : i % 4 == 0 ? kvc_fork(s->cache, 1, id)
-                            : i % 4 == 1 ? kvc_remove(s->cache, id, 5 + i % 30, 9 + i % 30, 0)
-                            : i % 4 == 2 ? kvc_truncate(s->cache, id, 40)
-                                         : kvc_copy_prefix(s->cache, 2, id, 30);
-        CHECKF(status == KVC_OK, "%s", kvc_last_error());
-        CHECKF(kvc_validate(s->cache) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_seq_len(s->cache, 0, 0) == BASE && last_position(s->cache, 0) < 2 * BASE);
-        int was_moving = atomic_load(&s->is_moving);
-        status = i % 2 ? kvc_fork(s->cache, 0, 14) : kvc_reserve(s->cache, 14, 1);
-        CHECKF(status == KVC_OK || status == KVC_ERR_BUSY, "%s", kvc_last_error());
-        if (was_moving && atomic_load(&s->is_moving))
-            CHECK(status == KVC_ERR_BUSY); /* it has not ended between: it waits for us */
-        atomic_fetch_add(&s->refused, status == KVC_ERR_BUSY);
-        atomic_fetch_add(&s->edits, 1);
-        sched_yield();
-    }
-    return NULL;
-}
-
-/* The keys of a sequence of BASE rows, each of which was moved by so much. */
-static void check_moved(kvc_cache *cache, int64_t id, int layer, const int32_t *moved) {
+/* Checks the keys of a sequence of BASE rows. */
+static void check_keys(kvc_cache *cache, int64_t id, int layer) {
     float k[2][BASE][K_DIM];
     const kvc_rows_out out = {
         .struct_size = sizeof out, .k = k, .k_head_stride = sizeof *k, .k_row_stride = sizeof **k};
     CHECKF(kvc_gather(cache, id, layer, 0, BASE, &out) == KVC_OK, "%s", kvc_last_error());
     for (int h = 0; h < 2; h++)
-        for (int i = 0; i < BASE; i++)
-            for (int d = 0; d < K_DIM; d++) CHECK(k[h][i][d] == element(i, layer, 0, h, d) + (float)moved[i]);
+        for (int i = 0; i < BASE; i++) check_key(k[h][i], layer, h, i);
 }
-
-static void test_slow_function(void) {
-    slow s = {.cache = NULL};
-    const kvc_layer layer = {.num_kv_heads = 2,
-                             .k_dim = K_DIM,
-                             .v_dim = V_DIM,
-                             .rope = {.kind = KVC_ROPE_FUNCTION, .shift = move_slowly, .user = &s}};
-    const kvc_layer both[] = {layer, layer};
-    int32_t moved[BASE] = {0}, unmoved[BASE] = {0};
-    pthread_t other;
-    s.cache = new_cache_of(8, both);
-    feed(s.cache, 0, BASE);
-    CHECK(kvc_fork(s.cache, 0, 1) == KVC_OK && kvc_fork(s.cache, 0, 2) == KVC_OK);
-    CHECK(pthread_create(&other, NULL, edit_meanwhile, &s) == 0);
-    for (int n = 0; n < 6; n++) {
-        CHECKF(kvc_shift(s.cache, 0, 10 * n, KVC_END, 3) == KVC_OK, "%s", kvc_last_error());
-        for (int i = 0; i < BASE; i++) moved[i] += i + moved[i] >= 10 * n ? 3 : 0;
-    }
-    atomic_store(&s.stop, 1);
-    pthread_join(other, NULL);
-    for (int l = 0; l < NUM_LAYERS; l++) {
-        check_moved(s.cache, 0, l, moved);
-        check_moved(s.cache, 1, l, unmoved);
-        check_moved(s.cache, 2, l, unmoved);
-    }
-    CHECK(kvc_validate(s.cache) == KVC_OK && kvc_cache_free(s.cache) == KVC_OK);
-}
-
-/* ---- rows that are written where they lie ------------------------------------------------------------------------ */
 
 /* Describes rows of two heads for kvc_inject. */
 static kvc_rows_in rows_in(const float *k, const float *v) {
@@ -432,8 +327,7 @@ static void test_injecting_beside_others(void) {
         CHECKF(kvc_inject(cache, shared ? 3 : 0, 0, 0, 60, &in) == KVC_OK, "%s", kvc_last_error());
         pthread_join(editor, NULL);
         for (int i = 0; i < 6; i++) CHECKF(injected.statuses[i] == KVC_OK, "%d: %d", i, (int)injected.statuses[i]);
-        const int32_t unmoved[BASE] = {0};
-        check_moved(cache, 0, 0, unmoved);
+        check_keys(cache, 0, 0);
         CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
     }
     sigaction(SIGSEGV, &before[0], NULL);
@@ -441,38 +335,7 @@ static void test_injecting_beside_others(void) {
     munmap(k, page_size() * 8);
 }
 
-/* ---- compacting beside copies ------------------------------------------------------------------------------------ */
-
-/* kvc_compact waits for all calls that copy rows out, and for no view. */
-static void test_compacting_beside_copies(void) {
-    enum { READERS = 3, ROUNDS = 200 };
-    pthread_t threads[READERS];
-    other others[READERS];
-    atomic_int stop = 0;
-    kvc_span spans[BASE];
-    kvc_hold *held;
-    int64_t num;
-    kvc_cache *cache = new_cache(8);
-    feed(cache, 1, BASE);
-    for (int i = 0; i < READERS; i++) {
-        others[i] = (other){cache, &stop, (uint32_t)i};
-        CHECK(pthread_create(&threads[i], NULL, copy_out, &others[i]) == 0);
-    }
-    for (int i = 0; i < ROUNDS; i++) {
-        feed(cache, 2, 20);
-        CHECK(kvc_remove(cache, 2, 3, 11, 1) == KVC_OK);
-        CHECKF(kvc_compact(cache) == KVC_OK, "%s", kvc_last_error());
-        CHECK(kvc_clear_sequence(cache, 2) == KVC_OK);
-    }
-    CHECK(kvc_spans(cache, 1, 0, spans, sizeof *spans, BASE, &num, &held) == KVC_OK);
-    CHECK(kvc_compact(cache) == KVC_ERR_HELD);
-    kvc_hold_free(held);
-    atomic_store(&stop, 1);
-    for (int i = 0; i < READERS; i++) pthread_join(threads[i], NULL);
-    CHECK(kvc_validate(cache) == KVC_OK && kvc_cache_free(cache) == KVC_OK);
-}
-
-/* ---- giving blocks back, and compacting, beside a copy that stands still ---------------------------------------------------------------------------- */
+/* ---- giving blocks back, and compacting, beside a copy that stands still ----------------------------------------- */
 
 /* Rows that one thread copies out while another waits.  Their messages order nothing else, so that the thread sanitizer
  * sees memory that is not under the mutex. */
@@ -637,9 +500,7 @@ int main(void) {
     test_putting_together();
     test_looking_at_a_cross_put();
     test_cross_layers_side_by_side();
-    test_slow_function();
     test_injecting_beside_others();
-    test_compacting_beside_copies();
     test_beside_a_copy();
     test_cloning_beside_writing();
     return test_result();

@@ -60,38 +60,6 @@ static void test_aborted(void) {
         }
 }
 
-/* Aborted batches leak no rows that they were given anew in a cross-attention layer. */
-static void test_aborted_cross(void) {
-    const kvc_layer layers[] = {
-        plain_layer, {.num_kv_heads = 1, .k_dim = 4, .v_dim = 4, .policy = {.kind = KVC_CROSS, .max_len = 6}}};
-    for (int held = 0; held < 2; held++) {
-        kvc_cache *cache = heap_cache(2, layers, (kvc_config){0});
-        kvc_put_args put = zero_rows(0, 4);
-        put.seq_id = 1;
-        kvc_batch *batch = NULL;
-        if (held) CHECK(feed(cache, 1, 1, 3) == KVC_OK);
-        const int64_t before = memory_bytes(&heap);
-        CHECK(begin_at_end(cache, 1, 2, &batch) == KVC_OK);
-        for (int i = 0; i < 2; i++) CHECKF(kvc_put(batch, 1, &put) == KVC_OK, "%s", kvc_last_error());
-        kvc_abort(batch);
-        CHECKF(memory_bytes(&heap) == before, "%d bytes more", (int)(memory_bytes(&heap) - before));
-        free_valid(cache);
-    }
-}
-
-/* Steps that begin a chunk and are aborted do not keep the blocks of the one before. */
-static void test_aborted_at_a_chunk(void) {
-    const kvc_layer layer = layer_with(chunked_policy(40, 0));
-    for (int tries = 0; tries < 24; tries++) {
-        kvc_cache *cache = heap_cache(1, &layer, (kvc_config){0});
-        CHECK(feed(cache, 1, 1, 40) == KVC_OK);
-        for (int i = 0; i < tries; i++) CHECK(try_batch(cache, 1, 1) == KVC_OK);
-        CHECK(feed(cache, 1, 1, 1) == KVC_OK);
-        CHECKF(blocks_in(cache) <= 3, "%d tries: %d blocks", tries, (int)blocks_in(cache));
-        free_valid(cache);
-    }
-}
-
 /* Reserved blocks stay, even if a view keeps the blocks that an aborted batch took beyond them. */
 static void test_aborted_under_a_view(void) {
     const kvc_layer layer = layer_with(sliding_policy(5, 0, 0));
@@ -239,8 +207,6 @@ int main(void) {
     test_reserved();
     test_counted();
     test_aborted();
-    test_aborted_cross();
-    test_aborted_at_a_chunk();
     test_aborted_under_a_view();
     test_aborted_leaves_resident();
     test_aborted_leaves_free();

@@ -146,29 +146,6 @@ static void test_states(void) {
     CHECK(memcmp(names[0], names[1], KVC_NAME_BYTES) && memcmp(names[1], names[2], KVC_NAME_BYTES));
 }
 
-/* Tokens that are digests are found elsewhere, too, whatever ids stand beside them. */
-static void test_reuse(void) {
-    int64_t ids[16], also[16];
-    uint8_t digests[16][KVC_NAME_BYTES] = {{0}};
-    int32_t matched;
-    int64_t id;
-    open_world(&full, 1, (kvc_config){0}, (kvc_prefix_config){.reuse_min_tokens = 4});
-    for (int i = 0; i < 16; i++) {
-        ids[i] = i;
-        also[i] = 100 + i;
-        digests[i][0] = (uint8_t)(i + 1);
-    }
-    kvc_tokens tokens = tokens_of(ids, 16), others_first = tokens_of(also + 4, 12);
-    tokens.digests = *digests;
-    others_first.digests = digests[4];
-    CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &id, &matched) == KVC_OK && matched == 0);
-    feed_to(id, 16, 16);
-    CHECK(kvc_prefix_release(prefix, id, &tokens) == KVC_OK);
-    CHECK(kvc_prefix_acquire(prefix, &others_first, -1, &id, &matched) == KVC_OK);
-    CHECKF(matched == 11, "%d", matched);
-    close_world();
-}
-
 static void test_arguments(void) {
     uint8_t identity[KVC_NAME_BYTES];
     kvc_prefix *other;
@@ -191,7 +168,6 @@ int main(void) {
     test_different();
     test_tokens();
     test_states();
-    test_reuse();
     test_arguments();
     return test_result();
 }

@@ -147,20 +147,6 @@ static void test_large_payload(void) {
     kvc_cache_free(large);
 }
 
-/* Blocks that are added stay within max_bytes: the bookkeeping of the last one counts, too. */
-static void test_adding_within_max_bytes(void) {
-    enum { LIMIT = 50000 };
-    open_world(&full, 1, (kvc_config){.max_bytes = LIMIT}, (kvc_prefix_config){.collects_new = 1});
-    serve(numbers(7), 5, 5);
-    CHECK(read_new_blocks() == 1);
-    for (int i = 1; i < 100; i++) {
-        const int64_t *ids = numbers(100 * i);
-        CHECK(add(ids, 5, 0, payloads[0], sizes[0]) && known(ids, 5) == 4);
-        CHECKF(kvc_nbytes(cache) <= LIMIT, "%lld bytes with %d blocks", (long long)kvc_nbytes(cache), i);
-    }
-    close_world();
-}
-
 /* ---- windows ----------------------------------------------------------------------------------------------------- */
 
 /* A block of which windows have lost rows takes the place of none that has them. */
@@ -176,45 +162,6 @@ static void test_fewer_rows(void) {
     CHECK(known(other, 5) == 4);
     CHECK(add(ids, 4, 0, payloads[0], sizes[0]));
     CHECK(known(other, 5) == 4);
-    close_world();
-}
-
-/* Serves a prompt of which only the rows that windows see in the end are kept. */
-static void serve_gap(const int64_t *ids, int num) {
-    int matched;
-    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
-    const int64_t id = acquire(ids, num, &matched);
-    CHECK(matched == 0);
-    feed_to(id, num, 1);
-    CHECK(kvc_prefix_clear(prefix) == KVC_OK);
-    release(id, ids, num);
-}
-
-/* Windows see nothing of blocks whose rows are gone: known blocks behind them can be pinned, and are used. */
-static void test_gaps(void) {
-    const kvc_policy policy = sliding_policy(3, 0, 0);
-    const int64_t *ids = numbers(7);
-    const kvc_tokens tokens = tokens_of(ids, 44);
-    static uint8_t payload[MOST_PAYLOAD] = {1}, names[2][KVC_NAME_BYTES];
-    int64_t num;
-    int32_t kept, first;
-    open_world(&policy, 1, no_limits, (kvc_prefix_config){0});
-    const int64_t size = payload_bytes(cache);
-    serve_gap(ids, 38);
-    CHECK(known(ids, 44) == 38);
-    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == 38);
-    CHECK(missing_blocks(prefix, &tokens, 44, *names, 2, &first, &num) == KVC_OK && first == 9 && num == 2);
-    CHECK(add(ids, 44, 9, payload, size) && known(ids, 44) == 40);
-    serve_gap(ids, 40);
-    CHECK(known(ids, 44) == 40);
-    CHECK(kvc_prefix_pin(prefix, &tokens, &kept) == KVC_OK && kept == 40);
-    CHECK(kvc_prefix_evict(prefix, INT64_MAX, &num) == KVC_OK && known(ids, 44) == 40);
-    CHECK(missing_blocks(prefix, &tokens, 44, *names, 2, &first, &num) == KVC_OK);
-    CHECKF(first == 10 && num == 1, "%lld from %d on", (long long)num, first);
-    CHECK(!add(ids, 44, 5, payload, size));
-    CHECK(add(ids, 44, 10, payload, size) && known(ids, 44) == 44);
-    CHECK(missing_blocks(prefix, &tokens, 44, *names, 2, &first, &num) == KVC_OK && first == 11 && !num);
-    CHECK(kvc_prefix_unpin(prefix, &tokens) == KVC_OK);
     close_world();
 }
 
@@ -284,27 +231,6 @@ static void test_reuse(void) {
         CHECKF(matched == (i ? 7 : 4), "%d: %d", i, matched);
         CHECK(kvc_clear_sequence(cache, id) == KVC_OK);
     }
-    close_world();
-}
-
-/* The kept tokens of a batch with a tree are exact, and blocks that they fill are known by them. */
-static void test_tree(void) {
-    const int64_t *ids = numbers(7);
-    static const float rows[4][DIM];
-    int matched;
-    open_world(&full, 1, no_limits, (kvc_prefix_config){0});
-    int64_t id = acquire(ids, 16, NULL);
-    feed_to(id, 6, 6);
-    const int32_t positions[] = {6, 6, 7, 8}, parents[] = {-1, -1, 1, 2}, kept[] = {1, 2, 3};
-    const int64_t seq_ids[] = {id, id, id, id};
-    kvc_batch *batch = NULL;
-    CHECK(kvc_begin(cache, 4, positions, seq_ids, parents, &batch) == KVC_OK);
-    put_floats(batch, 0, 0, 4, 1, DIM, DIM, rows, rows);
-    CHECK(kvc_commit_kept(batch, kept, 3) == KVC_OK);
-    CHECK(kvc_exact_to(cache, id) == INT32_MAX && kvc_next_position(cache, id) == 9);
-    release(id, ids, 16);
-    id = acquire(ids, 16, &matched);
-    CHECK(matched == 9 && kvc_exact_to(cache, id) == INT32_MAX);
     close_world();
 }
 
@@ -593,13 +519,10 @@ int main(void) {
     test_ttl();
     test_payloads();
     test_large_payload();
-    test_adding_within_max_bytes();
     test_fewer_rows();
-    test_gaps();
     test_gap_of_a_commit();
     test_long_prompts();
     test_reuse();
-    test_tree();
     test_checkpoints();
     test_state_behind_a_gap();
     test_bad_options();

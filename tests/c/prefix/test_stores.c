@@ -1,5 +1,5 @@
 /* Blocks between caches and stores.  A cache fetches what another wrote, and nothing else.  A store that fails, lies or
- * hands out too much costs blocks and nothing else; so does memory that is short. */
+ * hands out too much costs blocks and nothing else.  tests/world lets memory run short. */
 #define _XOPEN_SOURCE 700 /* posix_memalign, mkdtemp, P_tmpdir */
 #include <pthread.h>
 #include <sched.h>
@@ -165,22 +165,6 @@ static void test_there_and_back(void) {
     num_reads = 0;
     memset(values[2].name, 0, KVC_NAME_BYTES); /* behind a missing block nothing is asked for */
     CHECK(fetch(&plain, -1, &status) == 8 && status == KVC_OK && num_reads == 3);
-}
-
-/* Known blocks are not read; missing blocks behind them are. */
-static void test_what_is_known(void) {
-    kvc_prefix *prefix;
-    int32_t fetched, matched;
-    clear_shelf();
-    write_all(&plain);
-    kvc_cache *cache = new_cache(&plain, &prefix);
-    CHECK(kvc_prefix_fetch(prefix, &tokens, 11, &shelf, &fetched) == KVC_OK && fetched == 8);
-    num_reads = 0;
-    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 12 && num_reads == 3);
-    CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK && fetched == 0 && num_reads == 3);
-    CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == 20);
-    CHECK(serve(cache, prefix) == 20);
-    free_valid(cache);
 }
 
 /* Another model, tenant, secret or shape finds nothing, or what it finds is refused. */
@@ -381,28 +365,6 @@ static void test_pinned_states(void) {
     }
 }
 
-/* A full block that is kept is listed again when it gets a state, at its end or before. */
-static void test_listed_again(void) {
-    for (int32_t end = 10; end <= 12; end++) {
-        const kvc_tokens first = {.struct_size = sizeof first, .ids = ids, .num_tokens = end};
-        const uint8_t state[STATE] = {3};
-        kvc_prefix *prefix;
-        int64_t seq_id, num_written;
-        int32_t matched;
-        clear_shelf();
-        kvc_cache *cache = new_cache(&recurrent, &prefix);
-        serve(cache, prefix);
-        CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
-        CHECK(kvc_prefix_acquire(prefix, &tokens, -1, &seq_id, &matched) == KVC_OK && !matched);
-        compute(cache, seq_id, end);
-        CHECK(kvc_prefix_checkpoint(prefix, seq_id, &first, state, STATE) == KVC_OK);
-        CHECKF(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == 1, "%d: %d", end,
-               (int)num_written);
-        CHECK(values[2].size == values[1].size + 4 + STATE);
-        free_valid(cache);
-    }
-}
-
 static kvc_cache *growing;
 
 /* Writes a value; the first time, another prefix of the cache keeps a block with a state meanwhile. */
@@ -499,61 +461,6 @@ static void test_lost_rows(void) {
     CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK);
     CHECK(!memcmp(whole, values, sizeof whole));
     free_valid(cache);
-}
-
-/* Each request for memory fails in turn. */
-static void test_failing_memory(void) {
-    kvc_prefix *prefix;
-    int64_t num_written;
-    int32_t fetched;
-    for (int n = 0, failed = 1; failed; n++) {
-        clear_shelf();
-        kvc_cache *cache = new_cache(&plain, &prefix);
-        serve(cache, prefix);
-        memory_fail_after(&heap, n);
-        kvc_status status = kvc_store_new_blocks(cache, &shelf, &num_written);
-        failed = heap.failed;
-        heap.is_failing = 0;
-        CHECK(status == (failed ? KVC_ERR_NOMEM : KVC_OK) && num_written == num_values);
-        if (!n) CHECK(kvc_store_new_blocks(cache, &shelf, &num_written) == KVC_OK && num_written == NUM_BLOCKS);
-        free_valid(cache);
-    }
-    clear_shelf();
-    write_all(&plain);
-    for (int n = 0, failed = 1; failed; n++) {
-        kvc_cache *cache = new_cache(&plain, &prefix);
-        memory_fail_after(&heap, n);
-        kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched);
-        failed = heap.failed;
-        heap.is_failing = 0;
-        CHECK((status == KVC_OK || status == KVC_ERR_NOMEM) && fetched <= 20 && (failed || fetched == 20));
-        check_rows(cache, prefix);
-        CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK);
-        check_rows(cache, prefix);
-        CHECK(serve(cache, prefix) == 20);
-        free_valid(cache);
-    }
-}
-
-/* A block whose state finds no memory is not known, and the next call gets it. */
-static void test_failing_memory_of_states(void) {
-    kvc_prefix *prefix;
-    int32_t fetched, matched;
-    for (int32_t end = 11; end <= 12; end++) { /* within a block, and at its end */
-        clear_shelf();
-        write_with_state(&shelf, end);
-        for (int n = 0, failed = 1; failed; n++) {
-            kvc_cache *cache = new_cache(&recurrent, &prefix);
-            memory_fail_after(&heap, n);
-            const kvc_status status = kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched);
-            failed = heap.failed;
-            heap.is_failing = 0;
-            CHECK((status == KVC_OK || status == KVC_ERR_NOMEM) && (failed || fetched == 20));
-            CHECK(kvc_prefix_fetch(prefix, &tokens, -1, &shelf, &fetched) == KVC_OK);
-            CHECK(kvc_prefix_lookup(prefix, &tokens, &matched, NULL) == KVC_OK && matched == end);
-            free_valid(cache);
-        }
-    }
 }
 
 static int remove_file(void *opened, const char *name) {
@@ -687,7 +594,6 @@ static void test_arguments(void) {
 int main(void) {
     for (int i = 0; i < NUM_TOKENS; i++) ids[i] = i * 3 % 19;
     test_there_and_back();
-    test_what_is_known();
     test_others();
     test_failing_store();
     test_lies();
@@ -695,12 +601,9 @@ int main(void) {
     test_one_by_one();
     test_dropped_states();
     test_pinned_states();
-    test_listed_again();
     test_states_meanwhile();
     test_joined();
     test_lost_rows();
-    test_failing_memory();
-    test_failing_memory_of_states();
     test_long_prompt();
     if (HAS_FORK) test_fork();
     test_arguments();

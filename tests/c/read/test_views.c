@@ -1,49 +1,8 @@
-/* Reading a cache: spans of a batch, positions of copies, blocks and runs.  tests/world compares what is read. */
+/* Reading a cache: spans that no batch has, positions of copies, few blocks.  tests/world compares what is read. */
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
 #include "support/pairs.h"
 
 /* ---- holds ------------------------------------------------------------------------------------------------------- */
-
-/* The open batch's rows continue the stored rows in place, and stay there once it is committed; a hold keeps them after
- * an abort, too. */
-static void test_spans_of_a_batch(void) {
-    pair *p = mixed_pair(16);
-    kvc_span spans[4], after[4];
-    kvc_hold *hold = NULL;
-    int64_t num;
-    pair_feed(p, 0, 0, 6);
-    for (int is_kept = 0; is_kept < 2; is_kept++) {
-        CHECK(pair_begin(p, 3, (int32_t[]){6, 7, 8}, (int64_t[]){0, 0, 0}) == KVC_OK);
-        pair_check(p);
-        pair_put(p, 0, 0, 1);
-        pair_put(p, 0, 2, 1);
-        pair_check(p);
-        CHECK(kvc_batch_spans(p->batch, 0, 0, spans, sizeof *spans, 1, &num, &hold) == KVC_OK && num == 2 && !hold);
-        CHECK(spans[0].num_rows == 7 && spans[0].position == 0);
-        CHECK(kvc_batch_spans(p->batch, 0, 0, spans, sizeof *spans, 4, &num, &hold) == KVC_OK && num == 2 && hold);
-        CHECK(spans[1].num_rows == 1 && spans[1].position == 8);
-        CHECK((const char *)spans[1].k == (const char *)spans[0].k + 8 * spans[0].k_row_stride);
-        float k = *(const float *)spans[1].k;
-        if (!is_kept)
-            kvc_abort(p->batch);
-        else {
-            pair_put(p, 0, 1, 1);
-            for (int l = 1; l < 4; l++) pair_put(p, l, 0, 3);
-            pair_check(p);
-            pair_commit(p);
-            CHECK(kvc_spans(p->cache, 0, 0, after, sizeof *after, 4, &num, NULL) == KVC_OK && num == 1);
-            CHECK(after[0].k == spans[0].k && after[0].num_rows == 9);
-        }
-        for (int64_t id = 1; id < 4; id++) pair_feed(p, id, 0, 20);
-        CHECK(*(const float *)spans[1].k == k);
-        CHECK(kvc_compact(p->cache) == KVC_ERR_HELD);
-        kvc_hold_free(hold);
-        kvc_clear(p->cache);
-        pair_feed(p, 0, 0, 6);
-    }
-    pair_check(p);
-    pair_free(p);
-}
 
 static void test_spans_that_no_batch_has(void) {
     pair *p = mixed_pair(16), other;
@@ -118,7 +77,6 @@ static void test_few_blocks(void) {
 }
 
 int main(void) {
-    test_spans_of_a_batch();
     test_spans_that_no_batch_has();
     test_next_positions();
     test_few_blocks();

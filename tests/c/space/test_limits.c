@@ -60,6 +60,62 @@ static void test_messages(void) {
     pair_free(p);
 }
 
+/* Sequences have so many tokens each.  Room under max_bytes is a sum over whole blocks, and tokens go to free slots in
+ * blocks of others: all get one token each in so many steps, until fewer slots are left than there are sequences. */
+static void test_steps(int sequences, int tokens, int32_t size, int steps) {
+    enum { SLOTS = 2048 };
+    const int64_t max_bytes = bytes_of_blocks(1, &plain_layer, (kvc_config){.block_size = size}, SLOTS / size);
+    const kvc_put_args put = zero_rows(0, 0);
+    kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.block_size = size, .max_bytes = max_bytes});
+    int64_t ids[MAX_BATCH];
+    kvc_batch *batch;
+    int done = 0;
+    for (int id = 0; id < sequences; id++) CHECK(feed(cache, 1, ids[id] = id, tokens) == KVC_OK);
+    for (; kvc_begin(cache, sequences, NULL, ids, NULL, &batch) == KVC_OK; done++)
+        CHECK(kvc_put(batch, 0, &put) == KVC_OK && kvc_commit(batch) == KVC_OK);
+    CHECKF(done == steps, "%d of %d tokens, blocks of %d: %d steps", sequences, tokens, (int)size, done);
+    free_valid(cache);
+}
+
+/* Under max_bytes the error says what would count, what may, and what holds it. */
+static void test_message_of_bytes(void) {
+    enum { SIZE = 8 };
+    const int64_t max_bytes = bytes_of_blocks(1, &plain_layer, (kvc_config){.block_size = SIZE}, 3);
+    kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){.block_size = SIZE, .max_bytes = max_bytes});
+    for (int64_t id = 0; id < 3; id++) CHECK(feed(cache, 1, id, SIZE - 1) == KVC_OK);
+    kvc_hold *hold = NULL;
+    kvc_span span;
+    kvc_block_info info;
+    int64_t num;
+    char numbers[64];
+    CHECK(kvc_spans(cache, 0, 0, &span, sizeof span, 1, &num, &hold) == KVC_OK && num == 1);
+    CHECK(kvc_blocks(cache, 0, &info, sizeof info, 1, &num, NULL, sizeof(kvc_run_info), 0, &num) == KVC_OK);
+    CHECK_FAILS(feed(cache, 1, 0, 4), KVC_ERR_FULL, "4 more tokens", "3 blocks are in use");
+    snprintf(numbers, sizeof numbers, " %lld bytes", 4 * (long long)info.bytes);
+    CHECK_FAILS(feed(cache, 1, 0, 4), KVC_ERR_FULL, numbers, "1 of these blocks are kept in place by views");
+    snprintf(numbers, sizeof numbers, " leaves %lld ", 3 * (long long)info.bytes);
+    CHECK_FAILS(feed(cache, 1, 0, 4), KVC_ERR_FULL, numbers, "max_bytes");
+    kvc_hold_free(hold);
+    free_valid(cache);
+}
+
+/* Room ends at the last position. */
+static void test_last_positions(void) {
+    kvc_cache *cache = heap_cache(1, &plain_layer, (kvc_config){0});
+    const int32_t last = INT32_MAX - 1, positions[] = {last - 5};
+    const kvc_put_args put = zero_rows(0, 1);
+    int64_t room;
+    kvc_batch *batch;
+    CHECK(kvc_begin(cache, 1, positions, NULL, NULL, &batch) == KVC_OK && kvc_put(batch, 0, &put) == KVC_OK);
+    CHECK(kvc_commit(batch) == KVC_OK && kvc_room(cache, 0, &room) == KVC_OK && room == 5);
+    CHECK_FAILS(kvc_reserve(cache, 0, 6), KVC_ERR_INVALID, "6 tokens would pass the last position",
+                "goes on at 2147483642");
+    CHECK(kvc_reserve(cache, 0, 5) == KVC_OK && feed(cache, 1, 0, 5) == KVC_OK);
+    CHECK(kvc_room(cache, 0, &room) == KVC_OK && room == 0);
+    CHECK_FAILS(kvc_reserve(cache, 0, 1), KVC_ERR_INVALID, "would pass the last position", "goes on at 2147483647");
+    free_valid(cache);
+}
+
 /* Each sequence's rows of an encoder lie in a block of their own, which capacity says nothing of. */
 static void test_bytes_of_an_encoder(void) {
     const kvc_layer layers[] = {plain_layer,
@@ -142,6 +198,13 @@ static void test_edits_give_back_blocks(void) {
 int main(void) {
     test_default_block_size();
     test_messages();
+    test_steps(45, 40, 64, 5);
+    test_steps(40, 40, 64, 11);
+    test_steps(60, 20, 64, 14);
+    test_steps(16, 100, 64, 28);
+    test_steps(16, 100, 512, 28);
+    test_message_of_bytes();
+    test_last_positions();
     test_bytes_of_an_encoder();
     test_own_capacity();
     test_bytes_of_large_blocks();
