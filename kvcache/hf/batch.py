@@ -76,7 +76,7 @@ class TextBatch:
     @property
     def has_lost_state(self) -> bool:
         """Whether some recurrent layers have tokens of a pass that failed in them; ask when none runs."""
-        return bool(self.recurrent) and (self.passes.has_dropped or self.recurrent.is_within)
+        return bool(self.recurrent.layers) and (self.passes.has_dropped or self.recurrent.is_within)
 
     @property
     def is_acquired(self) -> bool:
@@ -88,7 +88,7 @@ class TextBatch:
     def lacks_prompt(self) -> bool:
         """Whether prompts were acquired and not fed to their end."""
         prompts = self.passes.prompts
-        return prompts is not None and not prompts.are_fed(self.length)
+        return prompts is not None and self.length < prompts.end
 
     @property
     def knows_images(self) -> bool:
@@ -99,7 +99,7 @@ class TextBatch:
     @property
     def keeps_states(self) -> bool:
         """Whether a prefix cache keeps the states of recurrent layers behind the passes that feed a prompt."""
-        return bool(self.recurrent) and self.passes.prompts is not None
+        return bool(self.recurrent.layers) and self.passes.prompts is not None
 
     def is_begun_by(self, text: torch.Tensor, hidden: int) -> bool:
         """Whether a text begins with the prompts that were acquired, if any; `hidden` stands for padding."""
@@ -109,7 +109,7 @@ class TextBatch:
     def begins_behind(self, column: int) -> bool:
         """Whether a prompt that was acquired begins there or behind: another one cannot take its place."""
         prompts = self.passes.prompts
-        return prompts is not None and prompts.begins_behind(column)
+        return prompts is not None and prompts.most_leading >= column
 
     def ends_of_states(self, seen: int, last: int, size: int) -> list[int]:
         """Return what `Prompts.ends` does for the prompts that were acquired."""
@@ -163,7 +163,7 @@ class TextBatch:
                 f"the model went through {len(last.done)} of {last.num_layers} layers of attention that the config has"
                 " which this cache was made from: give HFCache model.config"
             )
-        if self.recurrent and self.recurrent.is_within:
+        if self.recurrent.layers and self.recurrent.is_within:
             raise ValueError(
                 "the model left out recurrent layers that the config has which this cache was made from: give HFCache"
                 " model.config"
@@ -325,19 +325,23 @@ class Beginnings:
         """Whether there is a prefix cache."""
         return self._prefix is not None
 
-    def tell(self, inputs: Mapping[str, Any], is_part: bool) -> None:
-        """Note what a call of the model, or in it a call of its part, is about to feed; `inputs` are its arguments."""
+    def tell(self, inputs: Mapping[str, Any]) -> None:
+        """Note what a call of the model is about to feed; `inputs` are its arguments."""
         texts, passes = self._texts, self._texts.passes
         passes.check_user()
-        if texts.recurrent and not is_part and not texts.has_lost_state:  # what is lost ends with its rows
+        if texts.recurrent.layers and not texts.has_lost_state:  # what is lost ends with its rows
             check_rows(inputs, passes.batch_size)
             if self._prefix is None and count_fed(inputs) > 1:
                 texts.keep_states()
         if passes.prompts is not None:
-            tell = passes.prompts.tell_part if is_part else passes.prompts.tell
-            tell(texts.length, inputs)
-        if not is_part:
-            passes.note_call(True)
+            passes.prompts.tell(texts.length, inputs)
+        passes.note_call(True)
+
+    def tell_part(self, inputs: Mapping[str, Any]) -> None:
+        """Note at which positions a part of the model is about to be fed what its call was told."""
+        passes = self._texts.passes
+        if passes.prompts is not None:
+            passes.prompts.tell_part(self._texts.length, inputs)
 
     def tell_end(self, has_failed: bool) -> None:
         """Note that a call has ended; if it has failed, only the tokens that the cache holds were fed."""
@@ -366,7 +370,7 @@ class Beginnings:
             prompts.acquire(num_columns, passes.take)
             passes.prompts = prompts
             recurrent.reset()
-            if recurrent and passes.num_seen:
+            if recurrent.layers and passes.num_seen:
                 self._restore(prompts)
         except BaseException:
             self._texts.reset()

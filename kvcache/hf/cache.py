@@ -132,7 +132,8 @@ class HFCache(SaveableBatch, Cache):
         if not self._holds_source:
             check_policies(layers)
         is_recurrent = read.is_recurrent
-        has_readers = any(part.policy is None and not isinstance(part.own, LinearAttentionLayer) for part in parts)
+        self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
+        has_readers = len(read.layers) + sum(self.is_linear) < len(parts)
         # Whether it must know where the model's calls begin and end.
         self.follows_calls = has_readers or is_recurrent or prefix is not None
         if prefix is None:
@@ -157,7 +158,6 @@ class HFCache(SaveableBatch, Cache):
         self.beginnings = Beginnings(self.texts, prefix, placeholders_of(config))
         if decoder.model_type in REPLACED or any(layer.value_in_key for layer in layers):
             install(type(decoder))
-        self.is_linear = [isinstance(part.own, LinearAttentionLayer) and part.policy is None for part in parts]
 
     @staticmethod
     def make_kv_cache(
@@ -200,7 +200,7 @@ class HFCache(SaveableBatch, Cache):
             )
         config: Any = model.config
         cache = HFCache(config)
-        if not cache.recurrent:
+        if not cache.recurrent.layers:
             return 0
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True, **{CACHE: cache})

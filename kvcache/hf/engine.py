@@ -362,7 +362,7 @@ class Engine:
             return
         for one in texts:
             one.is_alone = True
-            if self._packed.recurrent:  # their states are lost
+            if self._packed.recurrent.layers:  # their states are lost
                 self._put_back(one)
 
     def _make_room(self, requests: list[Running], error: CacheFullError) -> None:

@@ -445,8 +445,9 @@ def _generate_with(self: Any, used: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 call_model: Any = PreTrainedModel.__call__
-# The cache of the call that runs. A model calls parts that are models, too: these are fed what the first call makes.
-_called: ContextVar[HFCache | None] = ContextVar("_called", default=None)
+# The cache of the call that runs, and the positions that the call was given. A model calls parts that are models, too:
+# these are fed what the first call makes.
+_called: ContextVar[tuple[HFCache, Any] | None] = ContextVar("_called", default=None)
 
 
 def register_calls() -> None:
@@ -484,20 +485,26 @@ def _call_model(self: Any, *args: Any, **kwargs: Any) -> Any:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types
 def _begin_call(
     cache: HFCache, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Token[HFCache | None] | None:
+) -> Token[Any] | None:
     """Tell a cache what a call feeds, and return what `_end_call` takes; None: a call around this one has told it.
 
-    In training, rows follow from chance as well (dropout): then the cache is told nothing, and keeps no prompts.
+    If the model has counted positions for its part itself, the cache is told these. In training, rows follow from
+    chance as well (dropout): then the cache is told nothing, and keeps no prompts.
     """
-    inputs, is_part = dict(zip(_names_of(type(model).forward), args, strict=False)) | kwargs, _called.get() is cache
-    if model.training and not is_part and (cache.beginnings.is_open or cache.texts.is_acquired):
+    inputs, outer = dict(zip(_names_of(type(model).forward), args, strict=False)) | kwargs, _called.get()
+    positions = inputs.get("position_ids")
+    if outer is not None and outer[0] is cache:
+        if positions is not None and positions is not outer[1] and not model.training:
+            cache.beginnings.tell_part(inputs)
+        return None
+    if model.training and (cache.beginnings.is_open or cache.texts.is_acquired):
         warn("kvcache: the prefix cache keeps nothing of a model in training mode: call model.eval() first")
-    cache.beginnings.tell({} if model.training else inputs, is_part)
-    return None if is_part else _called.set(cache)
+    cache.beginnings.tell({} if model.training else inputs)
+    return _called.set((cache, positions))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # it has no types
-def _end_call(cache: HFCache, token: Token[HFCache | None], has_failed: bool) -> None:
+def _end_call(cache: HFCache, token: Token[Any], has_failed: bool) -> None:
     """End what `_begin_call` began."""
     _called.reset(token)
     cache.beginnings.tell_end(has_failed)

@@ -115,10 +115,10 @@ def features_behind(config: PreTrainedConfig, input_ids: torch.Tensor, features:
 
 def _has_features(inputs: Given) -> bool:
     """Whether arguments have tensors of floating point, as an encoder takes them: no masks, and no sizes or times."""
-    values = (value for name, value in inputs.items() if name not in READ)
     return any(
         isinstance(one, torch.Tensor) and one.is_floating_point() and one.ndim > 1
-        for value in values
+        for name, value in inputs.items()
+        if name not in READ
         for one in (value if isinstance(value, (list, tuple)) else (value,))
     )
 

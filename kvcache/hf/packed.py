@@ -145,7 +145,7 @@ class Packed:
         shared: dict[Any, list[Part]] = {}
         for text, tokens in parts:
             is_one = len(tokens) == 1 and text.num_fed > 0
-            alone = text if text.is_alone or (self.recurrent and not is_one) else None
+            alone = text if text.is_alone or (self.recurrent.layers and not is_one) else None
             shared.setdefault((alone, self._selects(text, tokens)), []).append((text, tokens))
         return [*shared.values()]
 
@@ -158,14 +158,14 @@ class Packed:
         texts = [text for text, _ in parts]
         positions = [text.num_fed + i for text, tokens in parts for i in range(len(tokens))]
         seq_ids = [text.seq_id for text, tokens in parts for _ in tokens]
-        shape = (len(parts), -1) if self.recurrent else (1, -1)
+        shape = (len(parts), -1) if self.recurrent.layers else (1, -1)
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor([token for _, tokens in parts for token in tokens]).view(shape),
             "position_ids": torch.tensor(positions).view(shape),
         }
         last = torch.tensor([len(tokens) for _, tokens in parts]).cumsum(0) - 1
         if self._has_last:
-            inputs["logits_to_keep"] = 1 if self.recurrent else last
+            inputs["logits_to_keep"] = 1 if self.recurrent.layers else last
         self._passes.begin(seq_ids, positions, self._selects(*parts[0]))
         try:
             self._hold(texts)
@@ -180,7 +180,7 @@ class Packed:
         for text, tokens in parts:
             text.num_fed += len(tokens)
         logits: torch.Tensor = result.logits
-        if self.recurrent:
+        if self.recurrent.layers:
             return logits[:, -1]
         return logits[0] if self._has_last else logits[0, last]
 
@@ -197,7 +197,7 @@ class Packed:
 
     def has_state(self, text: Text) -> bool:
         """Whether the states behind a text are known, if there are recurrent layers."""
-        return not self.recurrent or text.state is not None or text in self._held
+        return not self.recurrent.layers or text.state is not None or text in self._held
 
     def forget(self, text: Text) -> None:
         """Forget the states of a text."""
@@ -215,7 +215,7 @@ class Packed:
 
     def _hold(self, texts: list[Text]) -> None:
         """Have the recurrent layers hold the states of these texts."""
-        if not self.recurrent or texts == self._held:
+        if not self.recurrent.layers or texts == self._held:
             return
         for i, text in enumerate(self._held):
             text.state = self.recurrent.states_of(i)
@@ -323,7 +323,7 @@ class Running(Text):
         self._prompts, self._num_told, self._num_prompt = prompts, self.num_fed, len(tokens)
         if not self._was_fed:
             self.request.num_matched = self.num_fed
-        if not packed.recurrent:
+        if not packed.recurrent.layers:
             return
         if self.num_fed:
             packed.restore(self, prompts.states([self.seq_id])[0])
@@ -344,7 +344,7 @@ class Running(Text):
         assert self._prompts is not None
         self._was_fed = True
         is_prompt = self.num_fed <= self._num_prompt
-        if not packed.recurrent:
+        if not packed.recurrent.layers:
             if is_prompt:
                 self._prefix.checkpoint(self.seq_id, self.tokens[: self.num_fed])
         elif not is_prompt or self.num_fed in self._ends:

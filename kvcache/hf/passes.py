@@ -438,8 +438,8 @@ class Passes:
             this_pass.brings_sequences = True
             self.seq_ids, self.offsets = self.new_ids(batch_size), [0] * batch_size
         leading = [0] * batch_size
-        if padding is None and self.prompts is not None:
-            padding = self.prompts.padding(self.num_seen)
+        if padding is None and self.prompts is not None and self.num_seen < self.prompts.most_leading:
+            padding = self.prompts.mask  # a model's own attention does not hand it to the cache
         if padding is not None:
             new = shown_columns(padding[:, self.num_seen :], num_tokens)
             counts = zip(count_leading(new), self.offsets, strict=True)
@@ -457,7 +457,7 @@ class Passes:
         this_pass.not_padding = torch.arange(num_tokens) >= torch.tensor(leading)[:, None] if any(leading) else None
         this_pass.num_tokens, this_pass.offsets, this_pass.num_seen = num_tokens, offsets, self.num_seen
         shortest = self.num_seen + num_tokens - max(offsets, default=0)
-        is_prompt = self.prompts is not None and not self.prompts.are_fed(self.num_seen)
+        is_prompt = self.prompts is not None and self.num_seen < self.prompts.end
         this_pass.selects = (
             self.num_selected is not None
             and num_tokens == 1

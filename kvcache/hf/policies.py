@@ -30,6 +30,7 @@ from kvcache.prefix.cache import MOST_BLOCK_SIZE
 from kvcache.rope import RopeLike
 from kvcache.selecting import least_tokens, with_sketches
 
+FULL = FullAttention()
 INDEX_DIMS = "index_head_dim", "indexer_head_dim"  # names of the number of elements of an indexer's key
 # Layers whose state transformers itself keeps: a recurrent state, or nothing.
 OwnLayer: TypeAlias = LinearAttentionLayer | DummyLayer
@@ -135,11 +136,11 @@ def part_of(config: PreTrainedConfig, index: int, layer_type: str, options: dict
     if attention is None:
         return Part(own=own)
     if attention == "full_attention":
-        return Part(FullAttention(), own)
+        return Part(FULL, own)
     if attention in INDEXED and any(getattr(config, name, None) for name in INDEX_DIMS):
         sources = getattr(config, "kv_source_layers", None)
         source = index if sources is None else sources[index]
-        return Part(FullAttention() if source == index else None, source=source)
+        return Part(FULL if source == index else None, source=source)
     if attention in COMPRESSED:
         policy = SlidingWindow(config.sliding_window, resume_window=config.sliding_window + RESUME)
         return Part(policy, source=index, keys_are_values=True)

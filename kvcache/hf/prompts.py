@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,9 +24,8 @@ from kvcache.hf.told import (
     Images,
     Tokens,
     count_leading,
-    has_positions,
+    has_others,
     shown_columns,
-    tokens_fed,
     without_images,
 )
 from kvcache.layer import Layer
@@ -98,7 +97,8 @@ def prompts_of(
 class Prompts:
     """The prompts of a batch whose beginnings come from a prefix cache, and the tokens that were fed.
 
-    `mask` is the mask of the prompts. `placeholders` are tokens that stand for an image or sound, and do not say for
+    `mask` is the mask of the prompts; `most_leading` is the column at which the last row begins, and `end` the column
+    behind the last token of a prompt. `placeholders` are tokens that stand for an image or sound, and do not say for
     which; `images` has names for those of the prompts.
 
     The tokens that calls of a model feed are noted for each column. UNKNOWN stands where no call told a token, and
@@ -118,9 +118,9 @@ class Prompts:
         self.has_images = images is not None
         # Where the model counts height and width of images: the prompts' positions, [axes, batch, columns].
         self._positions = None if images is None else images.positions
-        self._rows = rows
+        self._take(rows)
         self._placeholders = placeholders
-        self._mask = mask
+        self.mask = mask
         self._fed: Tokens = np.empty((len(rows), 0), np.int64)  # replaced, not changed: copies of a cache share it
         # The first column behind the prompts at which rows were selected, as by beam search; None: never.
         self._moved_at: int | None = None
@@ -130,6 +130,13 @@ class Prompts:
         self._has_store = prefix.stats.store is not None
         # By row: tokens up to the end of the last full block behind the prompt, and the state there, for `release`.
         self._ends_of_blocks: dict[int, tuple[int, bytes]] = {}
+
+    def _take(self, rows: list[Prompt]) -> None:
+        """Go on with these prompts, and note where they begin and end: each pass asks for it."""
+        self._rows = rows
+        self._begins = np.array([[prompt.leading] for prompt in rows])  # [batch, 1]
+        self.most_leading = max(prompt.leading for prompt in rows)
+        self.end = max(prompt.leading + len(prompt.tokens) for prompt in rows)
 
     def acquire(self, num_columns: int, take: Callable[[list[int], int, list[int]], None]) -> None:
         """Acquire a sequence for each prompt, all of which hold what is before one column.
@@ -247,24 +254,12 @@ class Prompts:
         with contextlib.suppress(CacheFullError):
             self._prefix.checkpoint(seq_id, tokens[:length], state)
 
-    def padding(self, seen: int) -> torch.Tensor | None:
-        """Return the mask if padding comes behind a column: a model's own attention does not hand it to the cache."""
-        return self._mask if any(prompt.leading > seen for prompt in self._rows) else None
-
-    def begins_behind(self, column: int) -> bool:
-        """Whether a row's padding reaches to a column or beyond."""
-        return any(prompt.leading >= column for prompt in self._rows)
-
     def begin(self, text: torch.Tensor, hidden: int) -> bool:
         """Whether each row of a text begins with its prompt, and before it with as much padding: `hidden`."""
         return all(
             row[: prompt.leading + len(prompt.tokens)] == [hidden] * prompt.leading + prompt.tokens
             for row, prompt in zip(text.tolist(), self._rows, strict=True)
         )
-
-    def are_fed(self, seen: int) -> bool:
-        """Whether the prompts are before a column."""
-        return all(prompt.leading + len(prompt.tokens) <= seen for prompt in self._rows)
 
     def check_leading(self, offsets: Sequence[int], num_columns: int) -> None:
         """Raise if a row begins behind other padding than it should; before `num_columns`, it has a token."""
@@ -279,15 +274,55 @@ class Prompts:
 
     def tell(self, seen: int, inputs: Mapping[str, Any]) -> None:
         """Note the tokens that a call is about to feed behind a column, `seen`; `inputs` are the model's arguments."""
-        leading, placeholders = [prompt.leading for prompt in self._rows], self._placeholders
-        if self.has_images and not self.are_fed(seen):
-            tokens = tokens_fed(without_images(inputs), leading, seen, (), self._usual)
+        if self.has_images and seen < self.end:
+            tokens = self._find_fed(without_images(inputs), seen, ())
             tokens = None if tokens is None else self._named(tokens, seen, bool(inputs.get(FEATURES)))
         else:
-            tokens = tokens_fed(inputs, leading, seen, placeholders, self._usual)
+            tokens = self._find_fed(inputs, seen, self._placeholders)
         self.tell_end(seen)
         if tokens is not None:
             self._fed = np.concatenate([self._fed, tokens], 1)
+
+    def _find_fed(self, inputs: Mapping[str, Any], seen: int, placeholders: Collection[int]) -> Tokens | None:
+        """Return the tokens of a call, UNKNOWN from where a row does not follow from its tokens alone; None: none does.
+
+        `placeholders` are tokens that do not say what they stand for.
+        """
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != len(self._rows) or has_others(inputs):
+            return None
+        if mask is not None and (type(mask) is not torch.Tensor or mask.ndim != 2 or len(mask) != len(ids)):
+            return None
+        tokens: Tokens = ids.numpy(force=True).astype(np.int64)
+        columns = np.arange(seen, seen + tokens.shape[1])
+        is_known = self._have_positions(inputs, columns) & ~np.isin(tokens, [*placeholders])
+        if mask is not None:
+            shown = shown_columns(mask, seen + tokens.shape[1])
+            wrong = shown != (np.arange(shown.shape[1]) >= self._begins)
+            if wrong.any():
+                is_known &= ~np.logical_or.accumulate(wrong, 1)[:, seen:]
+        elif self.most_leading:
+            is_known &= self._begins == 0
+        return np.where(is_known, tokens, UNKNOWN)
+
+    def _have_positions(self, inputs: Mapping[str, Any], columns: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which columns stand at their usual positions, ``[batch, columns]``.
+
+        A model that counts height and width of images (Qwen2-VL) is given positions for each axis. If no positions are
+        given, models count all columns.
+        """
+        behind, usual = columns - self._begins, self._usual(columns)
+        has = np.ones(behind.shape, np.bool_)
+        given = inputs.get("position_ids"), inputs.get("cache_position")
+        for positions, expected, is_padding in zip(
+            given, (usual, columns[None, None]), (behind < 0, False), strict=True
+        ):
+            if positions is not None:
+                found = np.array(positions.numpy(force=True), ndmin=3)
+                fits = found.ndim == 3 and found.shape[1] in (1, len(behind)) and found.shape[2] == len(columns)
+                fits = fits and (len(expected) == 1 or len(found) in (1, len(expected)))
+                has &= (found == expected).all(0) | is_padding if fits else False
+        return has if given[0] is not None else has & (self._begins == 0) & (usual == behind).all(0)
 
     def _named(self, tokens: Tokens, seen: int, has_features: bool) -> Tokens:
         """Return tokens that are fed behind a column, with the names of images where these have their features."""
@@ -306,7 +341,7 @@ class Prompts:
 
         Behind a prompt, a model that counts height and width goes on counting on each axis.
         """
-        usual = (columns - np.array([[prompt.leading] for prompt in self._rows]))[None]
+        usual = (columns - self._begins)[None]
         if self._positions is None:
             return usual
         num_columns, last = self._positions.shape[2], self._positions[:, :, -1:]
@@ -319,9 +354,9 @@ class Prompts:
 
         A model may count on from another text (Qwen2-VL, behind an image).
         """
-        columns, begins = np.arange(seen, self._fed.shape[1]), np.array([[prompt.leading] for prompt in self._rows])
-        if len(columns) and inputs.get("position_ids") is not None:
-            is_known = has_positions(inputs, columns, begins, self._usual(columns))
+        columns = np.arange(seen, self._fed.shape[1])
+        if len(columns):
+            is_known = self._have_positions(inputs, columns)
             self._fed = np.concatenate([self._fed[:, :seen], np.where(is_known, self._fed[:, seen:], UNKNOWN)], 1)
 
     def tell_end(self, seen: int) -> None:
@@ -360,9 +395,10 @@ class Prompts:
 
         Behind the prompts, a row's tokens may then be tokens of another row, unlike what its user believes.
         """
-        at = seen if self.are_fed(seen) else INT64_MAX
+        at = seen if self.end <= seen else INT64_MAX
         self._moved_at = at if self._moved_at is None else min(at, self._moved_at)
-        self._rows, self._fed = [self._rows[i] for i in indices], self._fed[[*indices]]
+        self._take([self._rows[i] for i in indices])
+        self._fed = self._fed[[*indices]]
         if self._positions is not None:
             self._positions = self._positions[:, [*indices]]
         self._ends_of_blocks = {}
@@ -370,9 +406,8 @@ class Prompts:
     def crop(self, seen: int) -> None:
         """Forget the tokens from a column on."""
         ends = [max(0, seen - row.leading) for row in self._rows]
-        self._rows = [
-            replace(row, tokens=row.tokens[:end], fed=row.fed[:end]) for row, end in zip(self._rows, ends, strict=True)
-        ]
+        rows = zip(self._rows, ends, strict=True)
+        self._take([replace(row, tokens=row.tokens[:end], fed=row.fed[:end]) for row, end in rows])
         if self._positions is not None:
             self._positions = self._positions[:, :, :seen] if seen else None
         noted = self._ends_of_blocks.items()

@@ -44,10 +44,6 @@ class Recurrent:
         # By rising column: the state of each row behind it. Caches that go on from the same tokens share the bytes.
         self._kept: dict[int, list[bytes]] = {}
 
-    def __bool__(self) -> bool:
-        """Whether there are recurrent layers."""
-        return bool(self.layers)
-
     def go_on_as(self, other: Recurrent) -> None:
         """Go on from where another cache is, whose layers these are copies of."""
         self._reached, self._kept = {*other._reached}, {**other._kept}

@@ -106,7 +106,7 @@ class SaveableBatch:
             held[marker] = _batch_tokens(part)
             sources.append((part._cache._core, [*passes.seq_ids, marker], held))
             tokens = None  # they are those of the first part, the decoder
-            if part.recurrent:
+            if part.recurrent.layers:
                 sources.append(_states_to_save(part))
         state.save(path, sources, fingerprint, secret)
 

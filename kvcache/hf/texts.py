@@ -137,7 +137,7 @@ def leave_text(texts: TextBatch, has_failed: bool = False) -> None:
         texts.reset()
     seen = texts.length
     if texts.tokens is not None:
-        known = texts.tokens[:, : texts.recurrent.last_kept(seen) if has_failed and texts.recurrent else seen]
+        known = texts.tokens[:, : texts.recurrent.last_kept(seen) if has_failed and texts.recurrent.layers else seen]
         texts.tokens = torch.nn.functional.pad(known, (0, seen - known.shape[1]), value=UNKNOWN)
 
 
@@ -210,7 +210,7 @@ def _cut(texts: TextBatch, length: int, needed: int) -> None:
     Recurrent layers go back to the last kept states before. If none is kept, this is `begin_anew`. Raise ``ValueError``
     as `check_given` does.
     """
-    if texts.recurrent:
+    if texts.recurrent.layers:
         length = texts.recurrent.last_kept(length)
     if length and not texts.follows_from_later and not texts.begins_behind(length):
         check_given(length, needed)
@@ -261,7 +261,7 @@ class PieceByPiece:
 
     def __init__(self, model: Any, texts: TextBatch, size: int | None, is_held: bool = False) -> None:
         self._model, self._texts = model, texts
-        self._goes_back = is_held and bool(texts.recurrent) and not texts.keeps_states
+        self._goes_back = is_held and bool(texts.recurrent.layers) and not texts.keeps_states
         self._size = size or (CHECKPOINT_TOKENS if texts.keeps_states else PREFILL_TOKENS)
 
     def __getattr__(self, name: str) -> Any:
@@ -286,7 +286,7 @@ class PieceByPiece:
         if mask is not None and mask.shape[1] != seen + num_tokens:
             return [inputs]
         ends = self._ends(num_tokens, seen, inputs.get("logits_to_keep") or 1)
-        if mask is not None and self._texts.recurrent:
+        if mask is not None and self._texts.recurrent.layers:
             ends = _join_hidden(ends, mask[:, seen:].bool().all(0).tolist())
         begin, pieces = 0, []
         for end in ends:
@@ -323,8 +323,10 @@ class PieceByPiece:
 
     def _exceeds_windows(self, num_tokens: int) -> bool:
         """Whether a layer would hold more of a pass of so many tokens than it sees, and than a piece has."""
+        if num_tokens <= self._size:
+            return False
         windows = (window for policy in self._texts.policy if (window := window_of(policy)))
-        return num_tokens > max(self._size, min(windows, default=num_tokens))
+        return num_tokens > min(windows, default=num_tokens)
 
 
 def _join_hidden(ends: list[int], shown: list[bool]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
@@ -97,7 +97,7 @@ NONE = -1  # it was hidden
 UNKNOWN = -2  # nobody told which one was fed, or its row follows from other things, too
 NAMED = UNKNOWN - 2**62  # numbers below stand for a token of a known image; those between for one at other positions
 
-# Arguments that `tokens_fed` looks into, or that change what is made of a model's result alone.
+# Arguments that `Prompts.tell` looks into, or that change what is made of a model's result alone.
 READ = ("input_ids", "attention_mask", "position_ids", "cache_position")
 OF_RESULTS = ("labels", "logits_to_keep")
 FEATURES = "mm_encoder_outputs"  # of images, which `generate` has a model encode before the text
@@ -107,7 +107,8 @@ Tokens: TypeAlias = npt.NDArray[np.int64]  # [batch, columns], UNKNOWN where row
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
     """Return the cache that a call is given under either name, or None."""
-    return next((arguments[name] for name in NAMES_OF_CACHE if arguments.get(name) is not None), None)
+    cache = arguments.get(NEW_NAME)
+    return arguments.get(OLD_NAME) if cache is None else cache
 
 
 def name_cache(arguments: dict[str, Any]) -> None:
@@ -154,60 +155,6 @@ def at_positions(tokens: torch.Tensor, positions: torch.Tensor, usual: torch.Ten
 def widened(ahead: torch.Tensor, num_columns: int) -> torch.Tensor:
     """Return how far positions are ahead, ``[batch, columns]``, of so many columns: further ones are like the last."""
     return torch.cat([ahead, ahead[:, -1:].expand(-1, max(0, num_columns - ahead.shape[1]))], 1)[:, :num_columns]
-
-
-def tokens_fed(
-    inputs: Mapping[str, Any],
-    leading: Sequence[int],
-    seen: int,
-    placeholders: Collection[int],
-    usual: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
-) -> Tokens | None:
-    """Return the tokens of a call, UNKNOWN from where a row does not follow from its tokens alone; None: none does.
-
-    `inputs` are the model's arguments, `leading` the columns of each row's padding, `seen` the columns before the call,
-    `placeholders` tokens that do not say what they stand for. `usual` returns the positions of columns.
-    """
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != len(leading) or has_others(inputs):
-        return None
-    if mask is not None and (type(mask) is not torch.Tensor or mask.ndim != 2 or len(mask) != len(ids)):
-        return None
-    tokens: Tokens = ids.numpy(force=True).astype(np.int64)
-    columns, begins = np.arange(seen, seen + tokens.shape[1]), np.array(leading)[:, None]
-    is_known = has_positions(inputs, columns, begins, usual(columns)) & ~np.isin(tokens, [*placeholders])
-    if mask is not None:
-        shown = shown_columns(mask, seen + tokens.shape[1])
-        wrong = shown != (np.arange(shown.shape[1]) >= begins)
-        if wrong.any():
-            is_known &= ~np.logical_or.accumulate(wrong, 1)[:, seen:]
-    elif any(leading):
-        is_known &= begins == 0
-    return np.where(is_known, tokens, UNKNOWN)
-
-
-def has_positions(
-    inputs: Mapping[str, Any],
-    columns: npt.NDArray[np.int64],
-    begins: npt.NDArray[np.int64],
-    usual: npt.NDArray[np.int64],
-) -> npt.NDArray[np.bool_]:
-    """Return which columns stand at their usual positions, ``[batch, columns]``.
-
-    `usual` are these positions, ``[axes, batch, columns]``: columns behind padding, unless the model counts height and
-    width of images (Qwen2-VL). It is given positions for each axis. If no positions are given, models count all
-    columns.
-    """
-    behind = columns - begins
-    has = np.ones(behind.shape, np.bool_)
-    given = inputs.get("position_ids"), inputs.get("cache_position")
-    for positions, expected, is_padding in zip(given, (usual, columns[None, None]), (behind < 0, False), strict=True):
-        if positions is not None:
-            found = np.array(positions.numpy(force=True), ndmin=3)
-            fits = found.ndim == 3 and found.shape[1] in (1, len(behind)) and found.shape[2] == len(columns)
-            fits = fits and (len(expected) == 1 or len(found) in (1, len(expected)))
-            has &= (found == expected).all(0) | is_padding if fits else False
-    return has if given[0] is not None else has & (begins == 0) & (usual == behind).all(0)
 
 
 @dataclass(frozen=True)

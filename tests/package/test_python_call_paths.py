@@ -83,35 +83,55 @@ def test_a_text_of_four_tokens(monkeypatch, capsys):
     check("a text of four tokens", walk(generate), Walk(2714, 271, 23, 663))
 
 
-@pytest.mark.hf
-def test_a_pass_of_transformers():
-    import torch
+def make_model(num_layers):
+    """Make a model with the attention "kvcache", and a prefix cache for it."""
     import transformers
 
-    from kvcache import hf
+    from kvcache.hf import HFCache
 
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "eos_token_id": None, "pad_token_id": 0}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4, **sizes, **heads)).eval()
+    config = transformers.LlamaConfig(num_hidden_layers=num_layers, **sizes, **heads)
+    model = transformers.LlamaForCausalLM(config).eval()
     model.set_attn_implementation("kvcache")
-    cache = hf.HFCache(model.config)
+    return model, HFCache, kvcache.PrefixCache(HFCache.make_kv_cache(model.config), fingerprint="a model")
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize(("has_prefix", "most"), [(False, Walk(73, 29, 8, 40)), (True, Walk(92, 44, 11, 54))])
+def test_a_pass_of_transformers(has_prefix, most):
+    import torch
+
+    model, make, prefix = make_model(4)
+    cache = make(model.config, prefix=prefix if has_prefix else None)
+    if has_prefix:
+        cache.acquire(torch.zeros(1, 2, dtype=torch.long))
     token = torch.zeros(1, 1, dtype=torch.long)
     with torch.inference_mode():
         for _ in range(3):
             model(token, past_key_values=cache)
         found = walk(lambda: model(token, past_key_values=cache))
     assert cache.stats()["calls"] == {"kernel": 16, "dense": 0, "fallback": 0}
-    check("a pass of HFCache through 4 layers", found, Walk(73, 29, 8, 40))
+    check("a pass of HFCache through 4 layers", found, most)
+
+
+@pytest.mark.hf
+def test_a_text_of_transformers_that_begins_as_an_earlier_one():
+    import torch
+
+    model, make, prefix = make_model(4)
+
+    def generate():
+        cache, prompt = make(model.config, prefix=prefix), torch.arange(1, 64)[None]
+        cache.release(model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False))
+
+    for _ in range(2):
+        generate()
+    check("a text of four tokens through a prefix cache", walk(generate), Walk(857, 302, 28, 424))
+    assert prefix.stats.matched > 100
 
 
 @pytest.mark.hf
 def test_a_cache_for_transformers_is_made_of_one_reading_of_the_configuration():
-    import transformers
-
-    from kvcache import hf
-
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    deep = transformers.LlamaConfig(num_hidden_layers=32, **sizes, **heads)
-    hf.HFCache(deep)
-    check("a cache for 32 layers", walk(lambda: hf.HFCache(deep)), Walk(684, 167, 18, 289))
+    model, make, _ = make_model(32)
+    check("a cache for 32 layers", walk(lambda: make(model.config)), Walk(555, 166, 18, 193))
