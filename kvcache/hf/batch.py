@@ -64,11 +64,6 @@ class TextBatch:
         return self.passes.num_seen if is_among_rows else self.passes.length
 
     @property
-    def batch_size(self) -> int:
-        """The number of sequences in the batch; -1 before the end of a first pass."""
-        return self.passes.batch_size
-
-    @property
     def policy(self) -> tuple[Policy | None, ...]:
         """The policy of each layer of attention."""
         return tuple(layer.policy for layer in self.passes.layers[: self.passes.num_rows])
@@ -150,10 +145,6 @@ class TextBatch:
         """Keep the states of recurrent layers behind the last token, if there is one, for `crop`."""
         if self.passes.num_seen:
             self.recurrent.keep(self.passes.num_seen, len(self.passes.seq_ids))
-
-    def finish(self) -> None:
-        """Make the last pass part of its sequences, so that the `KVCache` has no open batch, if it is complete."""
-        self.passes.finish()
 
     def check_complete(self) -> None:
         """Raise ValueError if the model has returned from a pass that did not go through every layer."""

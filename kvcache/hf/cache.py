@@ -34,6 +34,7 @@ from kvcache.hf.policies import (
     check_policies,
     describe,
     describe_selection,
+    find_decoder,
     read_config,
     rotation_by_length,
     stored_layers,
@@ -220,9 +221,8 @@ class HFCache(SaveableBatch, Cache):
         prompts: Precision | None,
         states: Sequence[SavedState],
     ) -> Self:
-        if prefix is not None:  # whose types need not be the file's: then restoring says what differs
-            return cls(config, policy=policy, prefix=prefix, select=select, prompts=prompts)
-        return cls(config, policy=policy, select=select, prompts=prompts, **stored_in(states[0]))
+        types = {} if prefix is not None else stored_in(states[0])  # a prefix has types: restoring says what differs
+        return cls(config, policy=policy, prefix=prefix, select=select, prompts=prompts, **types)
 
     @property
     def _parts(self) -> list[HFCache]:
@@ -378,7 +378,7 @@ class HFCache(SaveableBatch, Cache):
     @property
     def batch_size(self) -> int:
         """The number of sequences in the batch; -1 before the end of a first pass."""
-        return self.texts.batch_size
+        return self._passes.batch_size
 
     # ---- what its user asks for
 
@@ -643,7 +643,7 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
         check_model(config)
         if not config.is_encoder_decoder:
             raise NotSupportedError(f"a {type(config).__name__} has no encoder: use HFCache")
-        decoder = _find_decoder(config)
+        decoder = find_decoder(config)
         if max_source_len is None:
             lengths = (getattr(config, name, None) for name in NAMES["max_source_positions"])
             max_source_len = next((length for length in lengths if length), None)
@@ -690,17 +690,3 @@ class HFEncoderDecoderCache(SaveableBatch, EncoderDecoderCache):
 
     def check_dynamic_cache(self, method: str) -> None:
         """Do nothing: transformers allows some methods for its own caches only, and these have them too."""
-
-
-def _find_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration for a cache of a model's decoder alone."""
-    part = config.get_text_config(decoder=True)
-    is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
-    whole = part if is_part else config  # `part` is a copy if encoder and decoder have one configuration
-    decoder = whole.get_text_config(decoder=True)
-    if decoder.is_encoder_decoder:  # then `decoder` is a copy, which may be changed
-        decoder.is_encoder_decoder = False
-    num_layers = getattr(decoder, "num_decoder_layers", None)  # T5's name of num_hidden_layers
-    if num_layers and num_layers != decoder.num_hidden_layers:
-        decoder.num_hidden_layers = num_layers
-    return decoder

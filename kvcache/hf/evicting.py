@@ -69,7 +69,7 @@ class Again(NamedTuple):
                 with torch.no_grad():
                     self.model(**inputs)
                 again.texts.check_complete()
-                again.texts.finish()
+                again.texts.passes.finish()
             except BaseException:
                 again.reset()  # the traceback keeps the copy
                 raise

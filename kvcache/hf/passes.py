@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -36,19 +36,6 @@ LONG = 2.0  # seconds without progress after which garbage is collected, once
 T = TypeVar("T")
 
 
-class Turn(Protocol):
-    """The passes of one `HFCache`, whose batch may be open."""
-
-    def runs_elsewhere(self) -> bool:
-        """Whether a pass runs in another thread."""
-
-    def last_active(self) -> float:
-        """Return when the pass reached a layer, by ``time.monotonic``."""
-
-    def end_for_other(self) -> None:
-        """End the pass because a pass of another cache begins in the same memory."""
-
-
 class Turns:
     """Knows whose batch is open, and hands out ids that no sequence has.
 
@@ -61,7 +48,7 @@ class Turns:
         self.lock = threading.RLock()  # guards the passes of all caches
         self.changed = Condition(self.lock)  # told when one is complete or ends
         self.new_id: Callable[[], int] = itertools.count().__next__  # returns an id that no sequence has
-        self.owner: Callable[[], Turn | None] = lambda: None  # returns the passes whose batch is open, if any
+        self.owner: Callable[[], Passes | None] = lambda: None  # returns the passes whose batch is open, if any
 
     @classmethod
     def of(cls, cache: KVCache) -> Turns:
@@ -71,7 +58,7 @@ class Turns:
             turns.new_id = partial(_core.new_sequence, cache._core)
             return turns
 
-    def take_turn(self, passes: Turn) -> None:
+    def take_turn(self, passes: Passes) -> None:
         """Make these the passes whose batch is open; call it with `lock` held."""
         begin, has_collected = time.monotonic(), False
         while (owner := self.owner()) is not None and owner is not passes and owner.runs_elsewhere():

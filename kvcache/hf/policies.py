@@ -119,6 +119,20 @@ def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
     return decoder
 
 
+def find_decoder(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration for a cache of a model's decoder alone."""
+    part = config.get_text_config(decoder=True)
+    is_part = any(getattr(config, name, None) is part for name in config.sub_configs)
+    whole = part if is_part else config  # `part` is a copy if encoder and decoder have one configuration
+    decoder = whole.get_text_config(decoder=True)
+    if decoder.is_encoder_decoder:  # then `decoder` is a copy, which may be changed
+        decoder.is_encoder_decoder = False
+    num_layers = getattr(decoder, "num_decoder_layers", None)  # T5's name of num_hidden_layers
+    if num_layers and num_layers != decoder.num_hidden_layers:
+        decoder.num_hidden_layers = num_layers
+    return decoder
+
+
 def _named(decoder: PreTrainedConfig) -> dict[str, Any]:
     """Return a decoder's fields under their own names: transformers may have given them those of an encoder."""
     values = decoder.to_dict()

@@ -109,7 +109,7 @@ def check_longer(texts: TextBatch, length: int, name: str, why: str) -> None:
 
 def end_text(texts: TextBatch, tokens: torch.Tensor) -> None:
     """Note the whole text that `generate` returns, unless the rows of the batch changed places (beam search)."""
-    texts.finish()
+    texts.passes.finish()
     if texts.tokens is None:
         return
     num_given = texts.tokens.shape[1]
@@ -166,7 +166,7 @@ def begin_source(
 def _check_held(held: TextBatch, batch_size: int) -> None:
     """Raise ValueError unless a cache holds an encoder's rows for so many texts."""
     held.check_batch_size(batch_size)
-    if held.batch_size < 0:
+    if held.passes.batch_size < 0:
         raise ValueError(
             "encoder_outputs is NaN, which stands for the source that the cache holds, and it holds none: give what the"
             " encoder makes of the source"

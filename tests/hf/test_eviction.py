@@ -151,7 +151,7 @@ def test_queries_are_moved_as_the_model_rotates_them(kind):
         cache.note_queries(1)
         with torch.inference_mode():
             model(tokens, past_key_values=cache, position_ids=begin + torch.arange(40)[None])
-        cache.texts.finish()
+        cache._passes.finish()
         ropes = eviction_ropes(cache)
         noted.append(Prompt(cache._cache, cache._passes.seq_ids[0], cache._passes.queries, ropes=ropes))
     for layer in (0,):
@@ -322,7 +322,7 @@ def test_refused():
     model, tokens = model_of(), texts()
     cache = HFCache(model.config)
     prefill(model, cache, tokens)
-    cache.texts.finish()
+    cache._passes.finish()
     calls = {
         r"keep=1.5: must be above 0 and at most 1": lambda: cache.evict(third, 1.5),
         r"no queries of sequence": lambda: cache.evict(future),

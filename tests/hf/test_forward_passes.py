@@ -138,7 +138,7 @@ def test_a_batch_that_another_thread_is_about_to_end(act):
     cache, _ = ours(model)
     with torch.no_grad():
         model(tokens, past_key_values=cache)
-    cache.texts.finish()
+    cache._passes.finish()
     batch = cache._cache.batch(positions=[0], seq_ids=[99])
     ending = threading.Timer(0.3, batch.abort)
     ending.start()
@@ -148,7 +148,7 @@ def test_a_batch_that_another_thread_is_about_to_end(act):
     else:
         cache.evict(lambda prompt: range(prompt.num_rows), 0.8)
     ending.join()
-    cache.texts.finish()
+    cache._passes.finish()
     assert cache.get_seq_length() == (51 if act == "feed" else 50)
     assert cache._cache.seq_len(cache._passes.seq_ids[0]) == (51 if act == "feed" else 40)
 

@@ -112,7 +112,7 @@ def test_crop_is_done_or_not_done(name, left, is_open):
             for begin, end in ((0, 20), (20, 30), (30, 40)):
                 model(tokens[:, begin:end], past_key_values=cache)
             if not is_open:
-                cache.texts.finish()
+                cache._passes.finish()
             is_reached, _ = interrupt(number, lambda: cache.crop(left - 40))  # noqa: B023 - it is called at once
             got = model(new, past_key_values=cache).logits[:, -1]
             want = wanted[cache.get_seq_length() - 4]

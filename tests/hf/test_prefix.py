@@ -301,7 +301,7 @@ def test_a_pass_that_failed_elsewhere_and_was_dropped():
     with torch.no_grad():
         model(tokens, past_key_values=cache)
     assert cache.get_seq_length() == 20
-    cache.texts.finish()
+    cache._passes.finish()
     assert len(prefix.cache.sequences) == 1
 
 

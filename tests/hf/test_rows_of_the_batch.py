@@ -45,7 +45,7 @@ def test_what_cannot_be_done_changes_nothing(case):
     with pytest.raises(error, match=message):
         getattr(cache, method)(argument)
     assert cache.get_seq_length() == 6
-    cache.texts.finish()
+    cache._passes.finish()
     assert cache._cache.sequences == cache._passes.seq_ids
     assert torch.equal(logits(model, cache, tokens[:, 6:]), logits(model, untouched, tokens[:, 6:]))
     cache.reset()
