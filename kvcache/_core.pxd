@@ -125,7 +125,6 @@ cdef extern from "kvcache.h" nogil:
 
     ctypedef struct kvc_prefix_config:
         size_t struct_size
-        const char *fingerprint
         const void *salt
         int64_t salt_size
         const void *identity
@@ -142,12 +141,11 @@ cdef extern from "kvcache.h" nogil:
         uint8_t name[32]
 
     ctypedef struct kvc_prefix_stats:
-        int64_t requests, hits, tokens, matched, reused, blocks, held, sequences, checkpoints, checkpoint_bytes
+        int64_t requests, hits, tokens, matched, reused, blocks, sequences, checkpoints, checkpoint_bytes
 
     ctypedef struct kvc_new_block:
         void *user
         int64_t id
-        int32_t begin, end
         uint8_t name[32]
 
     kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **prefix)
@@ -205,7 +203,6 @@ cdef extern from "kvcache.h" nogil:
 
     ctypedef struct kvc_load_args:
         size_t struct_size
-        const void *data
         kvc_read_fn *read
         void *user
         int64_t size
@@ -233,7 +230,7 @@ cdef extern from "kvcache.h" nogil:
     kvc_status kvc_validate(kvc_cache *cache)
 
     ctypedef struct kvc_block_info:
-        int32_t num_slots, filled, live, references, resident, is_held, is_free
+        int32_t num_slots, filled, live, references, resident, is_held
         int64_t bytes
 
     ctypedef struct kvc_run_info:
@@ -312,7 +309,6 @@ cdef extern from "kvcache.h" nogil:
     ctypedef struct kvc_chosen:
         size_t struct_size
         const int32_t *positions
-        int64_t token_stride, choice_stride, batch_stride
         int32_t num_choices, width, block, tail
 
     ctypedef struct kvc_attend_args:
@@ -343,7 +339,7 @@ cdef extern from "kvcache.h" nogil:
         const uint8_t *non_causal
         const kvc_masked *masked
         size_t masked_size
-        int32_t num_masked, max_chosen, num_choices, select_rows, precision
+        int32_t num_masked, select_rows, precision
 
     kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *plan, const kvc_attend_args *args)
 
@@ -355,12 +351,10 @@ cdef extern from "kvcache.h" nogil:
         int32_t *chosen
         float *scores
         int64_t q_token_stride, q_head_stride, weights_token_stride, weights_head_stride
-        int64_t among_token_stride, among_choice_stride, chosen_token_stride, chosen_choice_stride
-        int64_t scores_token_stride, scores_choice_stride
         int32_t q_type
         float scale
         int32_t relu, num_choices, width, among_width, block, num_first, num_local, tokens_per_sequence
-        int64_t q_batch_stride, weights_batch_stride, among_batch_stride, chosen_batch_stride, scores_batch_stride
+        int64_t q_batch_stride, weights_batch_stride
 
     cdef enum:
         KVC_REDUCE_SUM
@@ -385,10 +379,9 @@ cdef extern from "kvcache.h" nogil:
         size_t struct_size
         const kvc_rows_out *rows
         float *mask
-        int64_t mask_token_stride, num_rows
+        int64_t num_rows
         const uint8_t *non_causal
         uint8_t *seen
-        int64_t seen_token_stride
         int32_t by_sequence
         int64_t k_batch_stride, v_batch_stride
         const kvc_masked *masked

@@ -238,17 +238,17 @@ cdef class Batch(_CallCounter):
         cdef Slots slots = Slots.__new__(Slots)
         cdef kvc_status status
         cdef kvc_batch *batch
-        cdef kvc_layer *shape
+        cdef kvc_layer *shape = &self.cache.layers[at]
         slots.cache = self.cache
         batch = self.enter()
         with nogil:
             status = kvc_slots(batch, at, token, &slots.span, sizeof(kvc_span), &slots.handle)
         self.finish(status)
         if slots.span.k_scales or slots.span.v_scales:
-            shape = &self.cache.layers[at]
             name = type_name(shape.k_type if slots.span.k_scales else shape.v_type)
             raise NotSupportedError(f"layer {at} stores {name}, whose scales lie apart: put() the rows")
-        views = slots.view(&self.cache.layers[at], False), slots.view(&self.cache.layers[at], True)
+        views = (view_rows(shape, &slots.span, slots.span.num_rows, False, True, slots),
+                 view_rows(shape, &slots.span, slots.span.num_rows, True, True, slots))
         self.writable.extend([weakref.ref(view, self.writable.remove) for view in views])
         if self.has_ended():  # another thread ended the batch while the views were made
             self.end_writing()

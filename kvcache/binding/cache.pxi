@@ -1,16 +1,6 @@
 """The cache: sequences, edits, memory and copies of rows, each a call of the C core."""
 
 
-cdef int note_edit(object edits, object seq_id, object source, bint is_whole) except -1:
-    """Append what an edit did to the follower's list (kvcache.follower), unless that is None.
-
-    Here, and not in Python, because a signal's handler that raises would come between the two.
-    """
-    if edits is not None:
-        edits.append((seq_id, source, is_whole))
-    return 0
-
-
 @cython.final
 @cython.no_gc_clear  # __dealloc__ frees the core's cache, which may call `callbacks` until then
 cdef class Cache(_CallCounter):
@@ -123,6 +113,16 @@ cdef class Cache(_CallCounter):
         """End a call, and raise for its status."""
         self.leave()
         return self.callbacks.check(status)
+
+    cdef int finish_edit(self, kvc_status status, object edits, object seq_id, object source, bint is_whole) except -1:
+        """End a call, and raise for its status; append what it did to the follower's list (kvcache.follower), if any.
+
+        Here, and not in Python, because a signal's handler that raises would come between the two.
+        """
+        self.finish(status)
+        if edits is not None:
+            edits.append((seq_id, source, is_whole))
+        return 0
 
     def close(self):
         cdef kvc_cache *handle
@@ -249,8 +249,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_clear(cache) if every else kvc_clear_sequence(cache, seq)
-        self.finish(status)
-        note_edit(edits, None if every else seq, None, True)
+        self.finish_edit(status, edits, None if every else seq, None, True)
 
     def keep(self, seq_id, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -258,8 +257,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_keep(cache, seq)
-        self.finish(status)
-        note_edit(edits, None, seq, False)
+        self.finish_edit(status, edits, None, seq, False)
 
     def copy_prefix(self, src, dst, length, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -268,8 +266,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_copy_prefix(cache, source, target, end)
-        self.finish(status)
-        note_edit(edits, target, source, True)
+        self.finish_edit(status, edits, target, source, True)
 
     def fork(self, src, dst, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -277,8 +274,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_fork(cache, source, target)
-        self.finish(status)
-        note_edit(edits, target, source, True)
+        self.finish_edit(status, edits, target, source, True)
 
     def share_range(self, src, dst, begin, end, edits=None):
         cdef int64_t source = to_seq_id(src, "src"), target = to_seq_id(dst, "dst")
@@ -287,8 +283,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_share(cache, source, target, low, high)
-        self.finish(status)
-        note_edit(edits, target, source, False)
+        self.finish_edit(status, edits, target, source, False)
 
     def remove(self, seq_id, begin, end, shift, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -298,8 +293,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_remove(cache, seq, low, high, shifts)
-        self.finish(status)
-        note_edit(edits, seq, None, False)
+        self.finish_edit(status, edits, seq, None, False)
 
     def keep_positions(self, seq_id, positions, edits=None):
         """Keep these positions, in any order, also given twice."""
@@ -315,8 +309,7 @@ cdef class Cache(_CallCounter):
         cache = self.enter()
         with nogil:
             status = kvc_keep_positions(cache, seq, listed, number)
-        self.finish(status)
-        note_edit(edits, seq, None, number == 0)
+        self.finish_edit(status, edits, seq, None, number == 0)
 
     def shift(self, seq_id, begin, end, delta, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -326,8 +319,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_shift(cache, seq, low, high, by)
-        self.finish(status)
-        note_edit(edits, seq, None, False)
+        self.finish_edit(status, edits, seq, None, False)
 
     def divide(self, seq_id, begin, end, divisor, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -337,8 +329,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_divide(cache, seq, low, high, by)
-        self.finish(status)
-        note_edit(edits, seq, None, False)
+        self.finish_edit(status, edits, seq, None, False)
 
     def truncate(self, seq_id, length, edits=None):
         cdef int64_t seq = to_seq_id(seq_id)
@@ -347,8 +338,7 @@ cdef class Cache(_CallCounter):
         cdef kvc_cache *cache = self.enter()
         with nogil:
             status = kvc_truncate(cache, seq, end)
-        self.finish(status)
-        note_edit(edits, seq, None, end == 0)
+        self.finish_edit(status, edits, seq, None, end == 0)
 
     def reserve(self, num_tokens, seq_id):
         cdef int64_t number = to_int(num_tokens, "num_tokens", 1, _INT64_MAX), seq = to_seq_id(seq_id)
@@ -385,8 +375,7 @@ cdef class Cache(_CallCounter):
         cache = self.enter()
         with nogil:
             status = kvc_inject(cache, seq, at, low, high, &rows)
-        self.finish(status)
-        note_edit(edits, seq, None, False)
+        self.finish_edit(status, edits, seq, None, False)
         return num_replaced
 
     # ---- memory

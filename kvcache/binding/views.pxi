@@ -10,10 +10,31 @@ cdef int free_hold(Cache cache, kvc_hold *hold) noexcept:
     return 0
 
 
-cdef object no_values(kvc_layer *layer, int64_t rows, bint writable):
-    """Return what a layer of keys alone has of values: an array of width 0."""
-    array = new_array(layer.v_type, 3, layer.num_kv_heads, rows, 0)
-    array.flags.writeable = writable
+cdef object view_rows(kvc_layer *layer, kvc_span *span, int64_t rows, bint values, bint writable, object owner):
+    """Return a view of keys or values from a span on, [num_kv_heads, rows, dim]; `owner` keeps their memory.
+
+    Of a quantised type it shows the bytes of the blocks. What a layer of keys alone has of values is of width 0.
+    """
+    cdef int32_t type = layer.v_type if values else layer.k_type
+    cdef int64_t dim = layer.v_dim if values else layer.k_dim
+    cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, rows, dim]
+    cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, 1]
+    cdef cnp.dtype descr
+    if not dim:
+        array = new_array(type, 3, layer.num_kv_heads, rows, 0)
+        array.flags.writeable = writable
+        return array
+    if values:
+        strides[0], strides[1] = span.v_head_stride, span.v_row_stride
+    if type >= KVC_Q8_0:
+        shape[2] = bytes_of_row(type, dim)
+        descr = cnp.PyArray_DescrFromType(cnp.NPY_UINT8)
+    else:
+        strides[2] = bytes_of_row(type, 1)
+        descr = dtype_of(type)
+    array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
+                       <void *>(span.v if values else span.k), cnp.NPY_ARRAY_WRITEABLE if writable else 0)
+    cnp.set_array_base(array, owner)
     return array
 
 
@@ -82,21 +103,10 @@ cdef class Hold:
 
     cdef object view(self, kvc_layer *layer, int64_t first, int64_t num_spans, bint values):
         """Return a read-only view of spans that lie in one piece, [num_kv_heads, rows, dim]."""
-        cdef kvc_span *span = &self.spans[first]
-        cdef int32_t type = layer.v_type if values else layer.k_type
-        cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, 0, layer.v_dim if values else layer.k_dim]
-        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, bytes_of_row(type, 1)]
-        cdef int64_t i
+        cdef int64_t rows = 0, i
         for i in range(first, first + num_spans):
-            shape[1] += self.spans[i].num_rows
-        if values and not layer.v_dim:
-            return no_values(layer, shape[1], False)
-        if values:
-            strides[0], strides[1] = span.v_head_stride, span.v_row_stride
-        array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, dtype_of(type), 3, shape, strides,
-                           <void *>(span.v if values else span.k))
-        cnp.set_array_base(array, self)
-        return array
+            rows += self.spans[i].num_rows
+        return view_rows(layer, &self.spans[first], rows, values, False, self)
 
 
 @cython.final
@@ -110,25 +120,3 @@ cdef class Slots:
 
     def __dealloc__(self):
         free_hold(self.cache, self.handle)
-
-    cdef object view(self, kvc_layer *layer, bint values):
-        cdef kvc_span *span = &self.span
-        cdef int32_t type = layer.v_type if values else layer.k_type
-        cdef int64_t dim = layer.v_dim if values else layer.k_dim
-        cdef cnp.npy_intp[3] shape = [layer.num_kv_heads, span.num_rows, dim]
-        cdef cnp.npy_intp[3] strides = [span.k_head_stride, span.k_row_stride, 1]
-        cdef cnp.dtype descr
-        if values and not layer.v_dim:
-            return no_values(layer, span.num_rows, True)
-        if values:
-            strides[0], strides[1] = span.v_head_stride, span.v_row_stride
-        if type >= KVC_Q8_0:
-            shape[2] = bytes_of_row(type, dim)
-            descr = cnp.PyArray_DescrFromType(cnp.NPY_UINT8)
-        else:
-            strides[2] = bytes_of_row(type, 1)
-            descr = dtype_of(type)
-        array = make_array(BFloat16Array if type == KVC_BF16 else np.ndarray, descr, 3, shape, strides,
-                           <void *>(span.v if values else span.k), cnp.NPY_ARRAY_WRITEABLE)
-        cnp.set_array_base(array, self)
-        return array
