@@ -12,15 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from kvcache.hf import replacing  # noqa: E402 - it imports those
 from kvcache.hf.layers import expand  # noqa: E402 - as above
-from kvcache.hf.models import (  # noqa: E402 - it imports those
-    deepseek_v4,
-    deepseek_v32,
-    glm5_next,
-    hy_v4,
-    minimax_m3_vl,
-    mistral_large4,
-    qwen4_exp,
-)
+from kvcache.hf.models import deepseek_v4, deepseek_v32, glm5_next, minimax_m3_vl, qwen4_exp  # noqa: E402 - as above
 from kvcache.hf.replacing import REPLACED, replacements  # noqa: E402 - as above
 
 # Digests of the source that each function stands for, by the first version of transformers that has it. Somebody has
@@ -31,10 +23,10 @@ READ = {
     deepseek_v32.choose_interleaved: {"5.23": "c0bfda4dc45e", "5.24": "5b484bc355c7"},
     glm5_next.choose: {"5.23": "9ae93cd369a3", "5.24": "66575baacb82"},
     glm5_next.make_mask: {"5.23": "ec33b58c7689"},
-    hy_v4.choose: {"5.23": "5657afa6a7bb", "5.24": "1dc7cea02eef"},
+    deepseek_v32.choose_with_last: {"5.23": "5657afa6a7bb", "5.24": "1dc7cea02eef"},
     expand: {"5.23": "44c910b29abd"},
     minimax_m3_vl.choose: {"5.23": "a2cd7f4feb57", "5.24": "83606351ef7f"},
-    mistral_large4.choose: {"5.23": "73a9258f1ca0", "5.24": "cc77e0d2bf12"},
+    deepseek_v32.choose_by_own: {"5.23": "73a9258f1ca0", "5.24": "cc77e0d2bf12"},
     qwen4_exp.choose: {"5.23": "5b998d399ae7", "5.24": "d4ef05fac7a7"},
 }
 LATENT = ["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash"]

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.hf.models import (
-    deepseek_v4,
-    deepseek_v32,
-    glm5_next,
-    hy_v4,
-    minimax_m3_vl,
-    mistral_large4,
-    qwen4_exp,
-)
+from kvcache.hf.models import deepseek_v4, deepseek_v32, glm5_next, minimax_m3_vl, qwen4_exp
 from kvcache.hf.models.minimax import register_minimax
 from kvcache.hf.replacing import REPLACED, Replacement
 
@@ -25,10 +17,10 @@ METHODS: dict[str, dict[str, Replacement]] = {
         "Glm5NextTextAttention.build_attention_mask_from_topk": glm5_next.make_mask,
     },
     "glm_moe_dsa": {"GlmMoeDsaIndexer.forward": deepseek_v32.choose_interleaved},
-    "hy_v4": {"HYV4Indexer.forward": hy_v4.choose},
-    "hy_v4_vl_text": {"HYV4VLIndexer.forward": hy_v4.choose},
+    "hy_v4": {"HYV4Indexer.forward": deepseek_v32.choose_with_last},
+    "hy_v4_vl_text": {"HYV4VLIndexer.forward": deepseek_v32.choose_with_last},
     "minimax_m3_vl_text": {"MiniMaxM3VLIndexer.forward": minimax_m3_vl.choose},
-    "mistral_large4_text": {"MistralLarge4TextIndexer.forward": mistral_large4.choose},
+    "mistral_large4_text": {"MistralLarge4TextIndexer.forward": deepseek_v32.choose_by_own},
     "qwen4_exp_text": {"Qwen4ExpTextQSAIndexer.forward": qwen4_exp.choose},
 }
 

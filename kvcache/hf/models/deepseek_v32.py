@@ -23,8 +23,8 @@ def choose(
         return own()
     heads = *hidden_states.shape[:2], -1, indexer.head_dim
     q, k = indexer.wq_b(q_resid).view(heads), indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
-    q, k = rotate_first(indexer, q, k, position_embeddings, rotate)
-    return choose_tokens(own, indexer, cache, hidden_states, attention_mask, q, k)
+    q, k = _rotate(indexer, q, k, position_embeddings, rotate)
+    return _choose(own, indexer, cache, hidden_states, attention_mask, q, k)
 
 
 def choose_interleaved(own: Callable[..., Tensor], indexer: Any, **given: Any) -> Tensor:
@@ -32,17 +32,49 @@ def choose_interleaved(own: Callable[..., Tensor], indexer: Any, **given: Any) -
     return choose(own, indexer, rotate="apply_rotary_pos_emb_interleave", **given)
 
 
-def rotate_first(
-    indexer: Any, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], rotate: str
+def choose_with_last(
+    own: Callable[..., Tensor], indexer: Any, *, cache: Any, hidden_states: Tensor, q_resid: Tensor,
+    position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, position_ids: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Do what `HYV4Indexer.forward` does, which has the rotated elements at the end."""
+    if not isinstance(attention_mask, Plane):
+        return own()
+    q = indexer.wq_b(q_resid).view(*hidden_states.shape[:2], -1, indexer.head_dim)
+    k = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype)).to(hidden_states.dtype).unsqueeze(2)
+    first_dim = indexer.head_dim - indexer.qk_rope_head_dim
+    q, k = _rotate(indexer, q, k, position_embeddings, "apply_rotary_pos_emb", first_dim)
+    return _choose(own, indexer, cache, hidden_states, attention_mask, q, k)
+
+
+def choose_by_own(
+    own: Callable[..., Tensor], indexer: Any, *, cache: Any, hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor], attention_mask: Tensor, position_ids: Tensor,
+) -> Tensor:  # fmt: skip
+    """Do what `MistralLarge4TextIndexer.forward` does, which has queries of its own, and in some layers no rotation."""
+    if not isinstance(attention_mask, Plane):
+        return own()
+    q = indexer.wq_b(indexer.q_input_norm(hidden_states)).view(*hidden_states.shape[:2], -1, indexer.head_dim)
+    q = indexer.softmax_scaling(q, position_ids, head_dim_first=False)
+    k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+    if indexer.use_rope:
+        q, k = _rotate(indexer, q, k, position_embeddings, "apply_rotary_pos_emb_interleave")
+    return _choose(own, indexer, cache, hidden_states, attention_mask, q, k)
+
+
+def _rotate(
+    indexer: Any, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor], rotate: str, first_dim: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first elements of queries and keys, ``[batch, tokens, heads, dim]``."""
-    sizes = indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim
-    (q, q_rest), (k, k_rest) = q.split(sizes, -1), k.split(sizes, -1)
-    q, k = getattr(inspect.getmodule(type(indexer)), rotate)(q, k, *position_embeddings, unsqueeze_dim=2)
-    return torch.cat((q, q_rest), -1), torch.cat((k, k_rest), -1)
+    """Rotate the elements from `first_dim` on of queries and keys, ``[batch, tokens, heads, dim]``."""
+    end = first_dim + indexer.qk_rope_head_dim
+    rotated = getattr(inspect.getmodule(type(indexer)), rotate)(
+        q[..., first_dim:end], k[..., first_dim:end], *position_embeddings, unsqueeze_dim=2
+    )
+    made = zip((q, k), rotated, strict=True)
+    q, k = (torch.cat((x[..., :first_dim], part, x[..., end:]), -1) for x, part in made)
+    return q, k
 
 
-def choose_tokens(
+def _choose(
     own: Callable[..., Tensor], indexer: Any, cache: Any, hidden_states: Tensor, plane: Plane, q: Tensor, k: Tensor
 ) -> Tensor:
     """Take an indexer's new keys, ``[batch, tokens, 1, dim]``. Return what its queries choose."""
