@@ -354,27 +354,9 @@ class Batch:
                [[3., 5.]]], dtype=float32)
         """
         return self._core.attend(
-            layer,
-            q,
-            k,
-            v,
-            first,
-            scale,
-            softcap,
-            sinks,
-            alibi,
-            non_causal,
-            masked,
-            chosen,
-            chosen_block,
-            chosen_tail,
-            select,
-            precision,
-            prior,
-            layout,
-            out,
-            return_lse,
-        )
+            layer, q, k, v, first, scale, softcap, sinks, alibi, non_causal, masked, chosen, chosen_block, chosen_tail,
+            select, precision, prior, layout, out, return_lse,
+        )  # fmt: skip
 
     @overload
     def choose(

@@ -146,18 +146,8 @@ def make(
     for policy in next(iter(by_type.values())):
         for stored, made in by_type.items():
             read = _read(made[policy], shape, context, select)
-            rows.append(
-                _row(
-                    policy,
-                    stored,
-                    made[policy],
-                    context,
-                    sequences,
-                    memory,
-                    read,
-                    _speed(read, memory, rates, sequences),
-                )
-            )
+            speed = _speed(read, memory, rates, sequences)
+            rows.append(_row(policy, stored, made[policy], context, sequences, memory, read, speed))
     return Plan(
         shape.model_type,
         shape.num_layers,

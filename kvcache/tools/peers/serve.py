@@ -6,7 +6,6 @@ The peer reads a line and answers with a line, which begins with "ok", or with "
                     set up a task
     run ID COUNT    answer the seconds of attention in each of the next COUNT layers, cyclically
     error ID        answer ||out - exact|| / ||exact|| of layer 0, in float64, for the values before quantisation
-    drop ID         forget the task
 
 Between lines a peer waits for input, so that others can be measured meanwhile.
 """
@@ -102,12 +101,11 @@ def serve(set_up: Callable[[Task], Work]) -> None:
     for line in sys.stdin:
         verb, key, *words = line.split()
         try:
-            if verb in ("shape", "drop"):
-                works.pop(key, None)
+            if verb == "shape":
+                works.pop(key, None)  # the task that had the ID before
                 gc.collect()
-                if verb == "shape":
-                    task = Task(words[0], words[1], *map(int, words[2:]))
-                    works[key] = task, set_up(task)
+                task = Task(words[0], words[1], *map(int, words[2:]))
+                works[key] = task, set_up(task)
                 answer = ""
             elif verb == "run":
                 answer = " ".join(f"{seconds:.9f}" for seconds in works[key][1].run(int(words[0])))

@@ -2,7 +2,6 @@
 
 Modes
   dynamic          DynamicCache.update of the batch's tokens, then attention
-  static           StaticCache.update, then attention over the filled part
   append           DynamicCache.update alone
   append-static    StaticCache.update alone
 """
