@@ -19,7 +19,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.batch import Beginnings, TextBatch
 from kvcache.hf.choosing import IndexedLatentLayer, IndexedLayer, IndexKeys, Pooled, PooledKeys, SharedLayer
 from kvcache.hf.dense import Decoder
-from kvcache.hf.evicting import evict, note_queries
+from kvcache.hf.evicting import evict
 from kvcache.hf.layers import CrossLayer, LatentLayer, Layer, MixedLayer
 from kvcache.hf.passes import Passes, Turns
 from kvcache.hf.policies import (
@@ -470,7 +470,9 @@ class HFCache(SaveableBatch, Cache):
         Kept are the queries of one token in `every`, and of the last 32, in float16. With 32, they take a 32nd of the
         memory of float16 keys for each query head of a KV head. Only the attention ``"kvcache"`` has queries to note.
         """
-        note_queries(self._passes, every)
+        self._passes.check_user()
+        self._passes.end()
+        self._passes.queries = eviction.Queries(every)
 
     def evict(
         self,

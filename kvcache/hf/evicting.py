@@ -76,13 +76,6 @@ class Again(NamedTuple):
             yield again.texts.passes.seq_ids[0], queries
 
 
-def note_queries(passes: Passes, every: int) -> None:
-    """Do what `HFCache.note_queries` does."""
-    passes.check_user()
-    passes.end()
-    passes.queries = eviction.Queries(every)
-
-
 def evict(
     cache: Any, passes: Passes, policy: eviction.Policy, keep: float, model: Any, input_ids: torch.Tensor | None
 ) -> None:

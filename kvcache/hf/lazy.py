@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
-from kvcache.hf.told import check_mask
+from kvcache.layer import count
 
 # Questions that a lazy tensor answers without its elements.
 METADATA = {
@@ -224,8 +224,11 @@ def make_mask(
     if padding is not None:  # columns that a mask does not have are hidden
         has_columns = padding.shape[-1] >= arguments["kv_length"] + arguments.get("kv_offset", 0)
         padding = None if has_columns and bool(padding.all()) else padding
-    if padding is not None:
-        check_mask(padding, arguments["batch_size"])
+    batch_size = arguments["batch_size"]
+    if padding is not None and padding.ndim == 2 and len(padding) != batch_size:
+        raise ValueError(
+            f"attention_mask has {count(len(padding), 'row')}, and the batch {batch_size}: give it a row for each text"
+        )
     # transformers sets both permissions to False, or sets use_vmap, for a model with mask functions of its own. Models
     # with an indexer forbid to skip the mask as well, and leave the function as it is.
     is_causal = arguments.get("mask_function") is causal_mask_function

@@ -50,14 +50,6 @@ def _fed(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
 
 
-def check_mask(mask: torch.Tensor, batch_size: int) -> None:
-    """Raise ValueError if a mask ``[batch, columns]`` has more or fewer rows than the batch."""
-    if mask.ndim == 2 and len(mask) != batch_size:
-        raise ValueError(
-            f"attention_mask has {count(len(mask), 'row')}, and the batch {batch_size}: give it a row for each text"
-        )
-
-
 def shown_columns(padding: torch.Tensor, num_columns: int) -> npt.NDArray[np.bool_]:
     """Return which columns a mask shows, ``[batch, num_columns]``; it hides columns that it does not have."""
     shown = np.zeros((len(padding), num_columns), np.bool_)
