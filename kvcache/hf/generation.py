@@ -226,9 +226,8 @@ def _prefill(
             model_kwargs = model_kwargs | {FEATURES: features}
         is_held = running is not None and given_cache(running.given) is cache and not size
         model = PieceByPiece(self, cache.texts, size, is_held)
-        is_cut = not (
-            cache.texts.keeps_states or cache.texts.follows_from_later
-        )  # else pieces end elsewhere, or nowhere
+        # Otherwise pieces end elsewhere, or nowhere.
+        is_cut = not (cache.texts.keeps_states or cache.texts.follows_from_later)
     if size and not is_cut:
         generation_config = copy.copy(generation_config)
         generation_config.prefill_chunk_size = None
@@ -358,9 +357,8 @@ def _go_on_counting(cache: HFCache, input_ids: torch.Tensor, model_kwargs: dict[
     if is_free and known is not None:
         model_kwargs["position_ids"] = positions = (usual + known[:, -1:]).expand(len(positions), -1, -1)
     ahead = positions[-3:, :, -usual.shape[1] :].amax(0) - usual
-    cache.texts.ahead = (
-        ahead if known is None else torch.cat([known, ahead[:, seen:]], 1)
-    )  # which copies of the cache share
+    # Copies of the cache share it, so it is replaced, not changed.
+    cache.texts.ahead = ahead if known is None else torch.cat([known, ahead[:, seen:]], 1)
 
 
 def _text_cache(cache: Any) -> HFCache | None:

@@ -134,9 +134,8 @@ class Recurrent:
             for n, state in layer.conv_states.items():
                 if state is not None:
                     begin = state.shape[-1] - num_back - layer.conv_kernel_size[n]
-                    found.append(
-                        (layer, n, torch.nn.functional.pad(state, (-begin, -num_back)))
-                    )  # before a text, zeros
+                    cut = torch.nn.functional.pad(state, (-begin, -num_back))  # before a text, zeros
+                    found.append((layer, n, cut))
         return found
 
     def crop(self, num_left: int, narrowed: Sequence[Narrowed]) -> bool:

@@ -15,9 +15,7 @@ from kvcache.hf.told import NAMES_OF_CACHE, NEW_NAME, given_cache
 # Takes `own`, the module, and the arguments of the method by name, with a cache as `cache`. `own` is the method itself:
 # called without arguments it does what the model does, and it takes other arguments in place of some.
 Replacement: TypeAlias = Callable[..., Any]
-REPLACED: dict[
-    str, dict[str, Replacement]
-] = {}  # methods of classes, by the type of model: `kvcache.hf.models` has them
+REPLACED: dict[str, dict[str, Replacement]] = {}  # of classes, by the type of model: `kvcache.hf.models` has them
 
 
 @functools.cache
