@@ -313,8 +313,10 @@ usual() {
     step "ruff, cython-lint, clang-format" task "$tools" style
     step "mypy --strict, stubtest" task "$tools" types
     step "docs without a warning, links within them" task "$tools" docs DOCS="$tmp/html"
-    step "pytest with torch and the oldest transformers" with_torch "$tools" tests
-    step "pytest with torch and the newest transformers" with_torch "$newest" "tests/hf tests/models" # other tests pass with any
+    step "pytest with torch and the newest transformers" with_torch "$newest" tests
+    # .ci/full runs all with both.
+    step "tests of models with the oldest transformers" with_torch "$tools" \
+        "$(echo tests/hf/test_{hf,decode,enabling,engine,every_model,prefix,recurrent,texts}.py)"
     step "README's commands" readme
     compiled_for_tests
     wait
