@@ -508,6 +508,13 @@ static int64_t count_new(const oracle *before, const oracle *after, int64_t *los
     return num;
 }
 
+/* Whether no sequence of a batch is stored, nor has blocks that a prefix lays by. */
+static int is_all_unstored(const oracle *o, const batch *b) {
+    for (int t = 0; t < b->num; t++)
+        if (!b->unstored[t] || o->sequences[b->slots[t]].prefix) return 0;
+    return 1;
+}
+
 /* Compares what a call that succeeded, alone, has added to the statistics. */
 void check_counted(const call *c, const oracle *before, const oracle *after) {
     kvc_stats now;
@@ -527,6 +534,9 @@ void check_counted(const call *c, const oracle *before, const oracle *after) {
     const int64_t more = now.rows_copied - was->rows_copied - copied; /* of kept blocks and views */
     if (copies && !before->has_twins && (more < 0 || (more > 0 && !was->retained && !before->num_holds)))
         wrong("%d rows are copied, not %d", (int)(more + copied), (int)copied);
+    if (commits && is_all_unstored(before, b) && !before->num_holds && !has_windows(before) &&
+        now.blocks_free > was->blocks_free)
+        wrong("%d blocks of sequences that are not stored stay", (int)(now.blocks_free - was->blocks_free));
     if (begins && now.rows_expired - was->rows_expired != lost)
         wrong("%d rows expire, not %d", (int)(now.rows_expired - was->rows_expired), (int)lost);
 }
