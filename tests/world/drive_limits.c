@@ -33,6 +33,7 @@ static void open_limited(const kvc_allocator *allocator, int is_limited) {
     if (!pick(4)) v.capacity = blocks * o.block + pick(o.block), v.budget = 0;
     if (!is_limited) v.budget = v.capacity = 0;
     config.capacity = v.capacity;
+    config.max_seq_len = v.max_seq_len;
     config.allocator = allocator;
     must(kvc_cache_new(&config, &o.cache));
     if (v.budget) {
@@ -317,6 +318,7 @@ static void scene_promises(void) {
     static const kvc_allocator counting = {.struct_size = sizeof counting, .alloc = take_memory, .free = give_memory};
     memset(&v, 0, sizeof v);
     make_layers();
+    if (!pick(3)) v.max_seq_len = 1 + pick(4 * o.block);
     open_limited(&counting, pick(2));
     const int64_t id = kvc_new_sequence(o.cache);
     v.others[v.num_others++] = id;

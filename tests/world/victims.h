@@ -108,7 +108,7 @@ typedef struct begun {
 static struct {
     kvc_prefix *prefixes[2];
     kvc_cache *cache;
-    int64_t budget, capacity; /* in bytes, or slots of each group; 0: no such limit */
+    int64_t budget, capacity, max_seq_len; /* in bytes, or slots of each group; 0: no such limit */
     int64_t costs[LAYERS];
     int num_kept, num_others, num_pins, num_holds, num_begun;
     kept kept[MOST_KEPT];
