@@ -95,6 +95,22 @@ static void note_state(int prefix, int text, int64_t bytes) {
         if (k->prefix == prefix && k->text == text && !k->state) k->state = bytes; /* one that is there stays */
 }
 
+/* A sequence that holds the first tokens of a prompt has all rows that the next token sees. */
+static void check_shown(int64_t id, int32_t next) {
+    for (int l = 0; l < o.num_layers; l++) {
+        const kvc_policy *policy = &o.layers[l].policy;
+        int32_t positions[MOST_TEXT];
+        uint64_t there = 0;
+        const int64_t num = kvc_positions(o.cache, id, l, positions, MOST_TEXT);
+        for (int64_t i = 0; i < num; i++) there |= (uint64_t)1 << positions[i];
+        for (int32_t at = 0; at < next; at++) {
+            const int is_seen = at >= lowest_seen(policy, next) || at < policy->num_sink_tokens;
+            if (is_seen && gets_row(&w.o, l, at) && !(there >> at & 1))
+                wrong("layer %d: %d tokens are matched, without the row at %d", l, next, at);
+        }
+    }
+}
+
 /* Feeds a prompt, and keeps it, perhaps in the other prefix as well; returns 0 if there was no room. */
 static int serve_in(int prefix, int text) {
     static const uint8_t state[STATE_ROOM];
@@ -103,6 +119,7 @@ static int serve_in(int prefix, int text) {
     int32_t at;
     o.prefix = v.prefixes[prefix];
     if (kvc_prefix_acquire(o.prefix, tokens_in(text_behind(text, 0)), -1, &id, &at)) return 0;
+    check_shown(id, at);
     kvc_status status = kvc_prefix_state(o.prefix, id, NULL, 0, &bytes);
     if (!at && bytes) wrong("%s goes on from a state of %d bytes, behind no token", spell(text), (int)bytes);
     while (at < length && !status) {
