@@ -253,6 +253,7 @@ void run_view(call *c) {
     if (!c->status && !v->hold != (!v->num_spans || v->num_spans > most))
         wrong("a view of %d spans", (int)v->num_spans);
     if (!v->hold) v->num_spans = 0;
+    v->sum = w.o.crowded ? 0 : sum_of_view(v);
 }
 
 int draw_hold_free(call *c) {

@@ -464,10 +464,33 @@ void look_up_texts(void) {
         if (w.o.prefixes[i / 2].is_there) look_up(i / 2);
 }
 
+static uint64_t add_bytes(uint64_t sum, const char *at, int64_t num) {
+    for (int64_t i = 0; i < num; i++) sum = (sum ^ (uint8_t)at[i]) * 0x100000001b3;
+    return sum;
+}
+
+/* Sums up the bytes of a view's rows, of any types: as they are stored, with their scales. */
+uint64_t sum_of_view(const view *v) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < v->num_spans; i++)
+        for (int64_t h = 0; h < w.o.layers[v->layer].num_kv_heads; h++) {
+            const kvc_span *s = &v->spans[i];
+            const int64_t k = h * s->k_head_stride, of_v = h * s->v_head_stride, of_scales = s->num_rows * 2;
+            sum = add_bytes(sum, (const char *)s->k + k, s->num_rows * s->k_row_stride);
+            if (s->v) sum = add_bytes(sum, (const char *)s->v + of_v, s->num_rows * s->v_row_stride);
+            if (s->k_scales) sum = add_bytes(sum, (const char *)s->k_scales + k, of_scales);
+            if (s->v_scales) sum = add_bytes(sum, (const char *)s->v_scales + of_v, of_scales);
+        }
+    return sum;
+}
+
 void look_at_views(void) {
-    for (int i = 0; i < CLIENTS; i++)
-        if (w.views[i].hold && !w.o.crowded)
-            check_spans(w.views[i].spans, w.views[i].num_spans, w.views[i].layer, w.views[i].rows, w.views[i].num);
+    for (int i = 0; i < CLIENTS; i++) {
+        const view *v = &w.views[i];
+        if (!v->hold || w.o.crowded) continue;
+        check_spans(v->spans, v->num_spans, v->layer, v->rows, v->num);
+        if (sum_of_view(v) != v->sum) wrong("layer %d: rows that a view holds have changed", v->layer);
+    }
 }
 
 void look_around(void) {

@@ -52,6 +52,7 @@ typedef struct view {
     int64_t num_spans;
     int layer, num;
     row rows[ROWS];
+    uint64_t sum; /* of the bytes of the rows */
 } view;
 
 /* A value of the store. */
@@ -183,6 +184,7 @@ void watch(int on);
 void look_at(int s);    /* compares a sequence */
 void look_around(void); /* compares everything */
 void look_at_views(void);
+uint64_t sum_of_view(const view *v);
 void look_up_texts(void); /* asks prefixes for texts */
 void take_picture(void);
 void note_blocks(void); /* tells the oracle what lies in blocks, where max_bytes counts these */
