@@ -59,6 +59,8 @@ static void play_in(kvc_cache *copy) {
     me = own;
 }
 
+static int change(kvc_layer *l);
+
 /* ---- files ------------------------------------------------------------------------------------------------------- */
 
 static int32_t write_file(void *user, const void *data, size_t size) {
@@ -161,6 +163,24 @@ void run_restore(call *c) {
     free(f.bytes);
 }
 
+/* Caches of other layers do not load a file. */
+static void load_as_others(const uint8_t *bytes, int64_t size) {
+    kvc_layer layers[LAYERS];
+    kvc_config config = w.o.config;
+    kvc_cache *loaded = NULL;
+    kvc_status status = KVC_ERR_FORMAT;
+    const kvc_load_args args = {.struct_size = sizeof args, .data = bytes, .size = size, .config = &config};
+    config.layers = layers;
+    config.allocator = NULL;
+    for (int l = 0; l < w.o.num_layers; l++)
+        if (w.o.layers[l].share) return;
+    for (int tries = 6; tries && status == KVC_ERR_FORMAT; tries--) {
+        memcpy(layers, w.o.layers, sizeof layers);
+        if (change(&layers[pick(w.o.num_layers)])) UNTIL_MEMORY(status, kvc_load(&args, &loaded));
+    }
+    if (status != KVC_ERR_FORMAT) wrong("a cache of other layers loads a file: %s", kvc_strerror(status));
+}
+
 /* Loads the file as a cache of its own, which is compared and freed; or only checks it. */
 void run_load(call *c) {
     file f;
@@ -182,6 +202,7 @@ void run_load(call *c) {
         look_at_cache(loaded, from->sequences, from->ids, from->num);
         if (kvc_cache_free(loaded)) wrong("what was loaded cannot be freed");
     }
+    if (!c->status) load_as_others(from->bytes, from->size);
     free(f.bytes);
 }
 
@@ -243,6 +264,7 @@ void run_save_all(call *c) {
     c->status = save_whole(w.cache, &first, 0);
     drive.arm(0);
     if (c->status) return;
+    load_as_others(first.bytes, first.size);
     kvc_cache *loaded = load_whole(&first);
     look_at_cache(loaded, were, ids, SLOTS);
     UNTIL_MEMORY(status, save_whole(loaded, &again, 1));
@@ -294,7 +316,7 @@ static void vary(kvc_layer *l) {
 static int change(kvc_layer *l) {
     kvc_policy *p = &l->policy;
     if (p->kind == KVC_NONE) return 0; /* it has no rows */
-    switch (pick(4)) {
+    switch (pick(6)) {
     case 0: return l->num_kv_heads += 1;
     case 1:
         if (p->kind == KVC_SLIDING) p->window += 1, p->resume_window += p->resume_window > 0;
@@ -304,6 +326,12 @@ static int change(kvc_layer *l) {
         if (p->kind == KVC_CROSS || l->rope.kind != KVC_ROPE_FREQUENCIES) return 0;
         l->rope.interleaved = !l->rope.interleaved;
         return 1;
+    case 3: /* other types have no transform, or their own */
+        if (l->value_in_key || l->k_type <= KVC_BF16 || l->k_type >= KVC_INT6) return 0;
+        return l->k_transform = !l->k_transform, 1;
+    case 4:
+        if (l->value_in_key || !l->v_dim || l->v_type <= KVC_BF16 || l->v_type >= KVC_INT6) return 0;
+        return l->v_transform = !l->v_transform, 1;
     default:
         if (l->k_type <= KVC_BF16 && !l->value_in_key) l->k_type = (l->k_type + 1) % 3;
         return l->k_type <= KVC_BF16 && !l->value_in_key;
