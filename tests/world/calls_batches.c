@@ -121,7 +121,7 @@ static void draw_restored_tokens(call *c, int s) {
     const int holes = !pick(4), repeats = !pick(4), first = c->num;
     const int32_t next = next_of(&w.o, &w.o.sequences[s]),
                   end = !next || pick(3) == 0 ? 1 + pick(next < 60 ? next + 5 : 60) : next;
-    for (int32_t at = pick(3) ? end - 1 - pick(12) : pick(9); at < end && c->num < TOKENS; at++) {
+    for (int32_t at = pick(3) ? end - 1 - pick(pick(2) ? 4 : 12) : pick(9); at < end && c->num < TOKENS; at++) {
         if (at < 0 || (holes && !pick(3))) continue;
         const int to = pick(4) ? c->num : first + pick(c->num - first + 1);
         c->positions[c->num] = c->positions[to];
@@ -152,7 +152,8 @@ static int draw_restored(call *c) {
 int draw_begin(call *c) {
     if (own_batch()->is_open && pick(20)) return 0;
     const int rarity = w.theme == PROMPTS ? 30 : 7;
-    if (!pick(rarity)) return draw_restored(c) ? (c->tag = new_tags(c->num)) : 0;
+    const int restores = w.o.unit > 1 && w.theme != PROMPTS ? 3 : rarity; /* a layer lacks other layers' blocks then */
+    if (!pick(restores)) return draw_restored(c) ? (c->tag = new_tags(c->num)) : 0;
     const int is_odd = !pick(rarity);
     draw_tokens(c, is_odd);
     if (!c->num) return 0;
