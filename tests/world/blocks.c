@@ -221,8 +221,10 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
     sequence *s = &o->sequences[at];
     uint64_t bits[LAYERS] = {0};
     int all = 1, is_whole = 1, is_any = 0;
+    int32_t dropped = INT32_MAX; /* the lowest position that is not kept: no block has it */
     for (int t = 0; t < b->num; t++) {
         if (b->slots[t] != at) continue;
+        if (!kept[t] && b->positions[t] < dropped) dropped = b->positions[t];
         all &= kept[t];
         is_any |= kept[t];
         is_whole &= all || !kept[t];
@@ -254,7 +256,8 @@ void note_commit(oracle *o, const batch *b, const uint8_t *kept, int at, int old
     }
     const int32_t next = next_of(o, s), exact = s->exact_to < next ? s->exact_to : next;
     const int end = (length / block_size + 1) * block_size;
-    if (may_keep && end <= exact && end <= text_length(s->prompt)) /* positions without a token may count */
+    const int is_within = end <= exact && end <= dropped && end <= text_length(s->prompt);
+    if (may_keep && is_within) /* positions without a token may count */
         note_kept(o, p, text_begin(s->prompt, end), end - block_size, bits, 0);
     for (int l = 0; l < o->num_layers; l++) s->had[l] |= bits[l];
     if (!all && length < text_length(s->prompt) && s->keeps) s->keeps = 1;
