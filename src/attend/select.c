@@ -222,15 +222,22 @@ static kvc_row_range rows_to_score(const kvc_task *t) {
     return (kvc_row_range){first, kvc_smaller(end, kvc_selecting_rows(t->call->plan, t->slice))};
 }
 
-/* Returns where list i of a split's rows is: there is room for two. */
-static kvc_segment *list_at(const kvc_task *t, int i) {
-    return kvc_chosen_segments(t) + i * t->call->plan->listing.most_segments;
+/* Returns a view of slice m, which has one token: a query row for each head. */
+static kvc_task slice_view(const kvc_task *t, int32_t m) {
+    return kvc_view_of_slice(t, m, m * t->call->plan->parts.heads);
 }
 
-/* Lists rows that the first token of a view sees, as list i.  Returns their number. */
-static int64_t list_rows(const kvc_task *t, kvc_row_range range, int i) {
+/* The two lists of rows that a task has room for: the rows to score, and rows to compare them with. */
+typedef enum purpose { TO_SCORE, TO_COMPARE } purpose;
+
+static kvc_segment *list_at(const kvc_task *t, purpose of) {
+    return kvc_chosen_segments(t) + of * t->call->plan->listing.most_segments;
+}
+
+/* Writes a list of the rows in a range that the first token of a view sees.  Returns their number. */
+static int64_t write_list(const kvc_task *t, purpose of, kvc_row_range range) {
     kvc_row_lister list = kvc_list_seen(t, &range, 1);
-    return range.begin < range.end ? kvc_list_next(&list, list_at(t, i), range.end - range.begin) : 0;
+    return range.begin < range.end ? kvc_list_next(&list, list_at(t, of), range.end - range.begin) : 0;
 }
 
 /* Counts the leading rows of two segments that are the same, at the same positions.  Their keys are then off by the
@@ -240,30 +247,34 @@ static int32_t count_same(const kvc_segment *a, const kvc_segment *b) {
     return begin_alike ? kvc_lower(a->count, b->count) : 0;
 }
 
-/* Counts the leading rows of the split that all slices list alike, in whole chunks.  List 0 begins with them. */
-static int64_t count_shared(const kvc_task *t) {
-    const kvc_segment *const first = list_at(t, 0), *const other = list_at(t, 1);
-    const int32_t heads = t->call->plan->parts.heads;
-    int64_t shared = list_rows(t, rows_to_score(t), 0);
+/* Counts the leading rows, of num_rows, that two lists have alike. */
+static int64_t count_alike(const kvc_segment *a, const kvc_segment *b, int64_t num_rows) {
+    int64_t alike = 0;
+    for (int is_whole = 1; alike < num_rows && is_whole; a++, b++) {
+        const int32_t count = count_same(a, b);
+        is_whole = count == a->count && count == b->count; /* otherwise, the rows after these differ */
+        alike += count;
+    }
+    return kvc_smaller(alike, num_rows);
+}
+
+/* Lists the rows of the split that the first slice scores.  Returns how many of them, from the first on and in whole
+ * chunks, all other slices score as well. */
+static int64_t list_shared(const kvc_task *t) {
+    int64_t shared = write_list(t, TO_SCORE, rows_to_score(t));
     for (int32_t m = 1; m < t->job->num_slices; m++) {
-        const kvc_task view = kvc_view_of_slice(t, m, m * heads);
-        const int64_t num = kvc_smaller(list_rows(&view, rows_to_score(&view), 1), shared);
-        int64_t same = 0;
-        for (int64_t i = 0, is_whole = 1; same < num && is_whole; i++) {
-            const int32_t count = count_same(&first[i], &other[i]);
-            is_whole = count == first[i].count && count == other[i].count;
-            same += count;
-        }
-        shared = kvc_smaller(same, num);
+        const kvc_task view = slice_view(t, m);
+        const int64_t num = write_list(&view, TO_COMPARE, rows_to_score(&view));
+        shared = count_alike(list_at(t, TO_SCORE), list_at(t, TO_COMPARE), kvc_smaller(num, shared));
     }
     return shared / KVC_CHUNK_ROWS * KVC_CHUNK_ROWS;
 }
 
-/* Scores the first num_rows rows of list 0 for all slices of a view, which see `before` rows of the split before these.
+/* Scores the first num_rows listed rows for all slices of a view, which see `before` rows of the split before these.
  * Returns 0 if the call was cancelled. */
 static int score_listed(kvc_task *t, int64_t before, int64_t num_rows) {
     enum { TILES_AHEAD = 2 }; /* that are prefetched */
-    const kvc_row_place begin = {list_at(t, 0), 0};
+    const kvc_row_place begin = {list_at(t, TO_SCORE), 0};
     listed rows = {begin, begin, num_rows};
     prefetch_sketches(t, &rows, TILES_AHEAD * KVC_PANEL);
     for (int64_t row = 0; row < num_rows; row += KVC_CHUNK_ROWS) {
@@ -275,13 +286,14 @@ static int score_listed(kvc_task *t, int64_t before, int64_t num_rows) {
 }
 
 int kvc_score_sketches(kvc_task *t) {
-    const int64_t shared = t->job->num_slices > 1 ? count_shared(t) : 0;
+    const int64_t shared = t->job->num_slices > 1 ? list_shared(t) : 0;
     if (!score_listed(t, 0, shared)) return 0;
     for (int32_t m = 0; m < t->job->num_slices; m++) {
-        kvc_task view = kvc_view_of_slice(t, m, m * t->call->plan->parts.heads);
+        kvc_task view = slice_view(t, m);
         kvc_row_range own = rows_to_score(&view);
         own.begin += shared;
-        if (!score_listed(&view, shared, list_rows(&view, own, 0))) return 0;
+        const int64_t num_own = write_list(&view, TO_SCORE, own);
+        if (!score_listed(&view, shared, num_own)) return 0;
     }
     t->delta_index = KVC_UNPREPARED; /* attention takes query rows in another form */
     return 1;

@@ -15,7 +15,8 @@ typedef struct range {
     int64_t begin, end;
 } range;
 
-/* The entries of two ranges.  Entry i is number ids[i] of all; NULL: i. */
+/* The entries of two ranges: forced entries lie at two places (kvc_entries), and so do the others.  Entry i is number
+ * ids[i] of all; NULL: i. */
 typedef struct pool {
     const uint32_t *keys;
     range ranges[2];
@@ -56,13 +57,13 @@ static inline void count_digits(uint32_t counts[HISTOGRAMS][DIGITS], const uint3
     }
 }
 
-/* Copies the keys of a pool that have the digits `prefix` above `shift` bits: fewer than KVC_FEW_KEYS.  Returns how
- * many these are. */
+/* Copies the keys of a pool that have the digits `prefix` above their lowest `shift` bits.  Returns their number, which
+ * is below KVC_FEW_KEYS. */
 static int64_t gather_keys(uint32_t few[KVC_FEW_KEYS], const pool *p, int shift, uint32_t prefix) {
     int64_t n = 0;
     for (int r = 0; r < 2; r++)
         for (int64_t i = p->ranges[r].begin; i < p->ranges[r].end; i++) {
-            few[n] = p->keys[i];
+            few[n] = p->keys[i]; /* without a branch: the next key replaces it if it does not count */
             n += p->keys[i] >> shift == prefix;
         }
     return n;

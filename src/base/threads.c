@@ -222,7 +222,7 @@ int64_t kvc_now(void) {
     LARGE_INTEGER count, frequency;
     QueryPerformanceCounter(&count);
     QueryPerformanceFrequency(&frequency);
-    const int64_t second = frequency.QuadPart; /* at most some GHz: its rest times SECOND fits */
+    const int64_t second = frequency.QuadPart; /* some GHz: a remainder times SECOND fits 64 bits */
     return count.QuadPart / second * SECOND + count.QuadPart % second * SECOND / second;
 #else
     struct timespec time;

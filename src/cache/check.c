@@ -165,8 +165,9 @@ kvc_status kvc_check_groups(const kvc_cache *cache, const uint8_t *flags, const 
     return KVC_OK;
 }
 
-/* Returns KVC_ERR_GONE if a token at `position` would miss rows below position `end` that were not replaced. */
-static kvc_status check_replaced(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
+/* Returns KVC_ERR_GONE if a token at `position` would see rows below position `end` that its groups are missing, since
+ * a batch replaced others (kvc_run_list.missing). */
+static kvc_status check_missing(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const int32_t g = cache->group_of[layer], stride = cache->pools[g].stride;
         const kvc_interval missing = sequence->runs[g].missing;
@@ -181,7 +182,7 @@ static kvc_status check_replaced(const kvc_cache *cache, const kvc_sequence *seq
 }
 
 kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
-    KVC_TRY(check_replaced(cache, sequence, position, KVC_END));
+    KVC_TRY(check_missing(cache, sequence, position, KVC_END));
     const int32_t safe = first_safe(cache, sequence), next = kvc_sequence_next(sequence);
     if (safe == INT32_MAX)
         return kvc_fail(KVC_ERR_GONE,
@@ -195,28 +196,36 @@ kvc_status kvc_fail_gone(const kvc_cache *cache, const kvc_sequence *sequence, i
         position, (long long)sequence->id, safe > next ? safe : next);
 }
 
-kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {
-    int32_t before = INT32_MAX, misses = 0; /* before: nothing was lost below */
+/* Returns whether a token at `position` would see rows below it that have expired.  Sets *first to the lowest position
+ * at which any row has expired; INT32_MAX if none has. */
+static int sees_expired(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t *first) {
+    int sees = 0;
+    *first = INT32_MAX;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_interval lost = sequence->runs[g].lost;
         const int32_t stride = cache->pools[g].stride;
-        if (lost.end) before = kvc_lower(before, lost.begin * stride);
-        misses |= lost.begin < kvc_rows_below(length, stride) &&
-                  kvc_policy_sees(&cache->policies[g], length, lost.begin, lost.end);
+        if (lost.end) *first = kvc_lower(*first, lost.begin * stride);
+        sees |= lost.begin < kvc_rows_below(position, stride) &&
+                kvc_policy_sees(&cache->policies[g], position, lost.begin, lost.end);
     }
+    return sees;
+}
+
+kvc_status kvc_check_cut(const kvc_cache *cache, const kvc_sequence *sequence, int32_t length) {
     if (length >= kvc_sequence_next(sequence)) return KVC_OK;
-    const kvc_status status = check_replaced(cache, sequence, length, length);
-    if (status != KVC_OK || !misses) return status;
+    KVC_TRY(check_missing(cache, sequence, length, length)); /* the cut drops rows from `length` on: none is missed */
+    int32_t expired;
+    if (!sees_expired(cache, sequence, length, &expired)) return KVC_OK;
     const int32_t safe = first_safe(cache, sequence);
     if (safe == INT32_MAX)
         return kvc_fail(KVC_ERR_GONE,
                         "sequence %lld cannot go on at position %d: a token there would see rows that have expired, as "
-                        "every later one would; it can up to %d",
-                        (long long)sequence->id, length, before);
+                        "every later one would; it can at positions up to %d",
+                        (long long)sequence->id, length, expired);
     return kvc_fail(KVC_ERR_GONE,
                     "sequence %lld cannot go on at position %d: a token there would see rows that have expired; it can "
-                    "from position %d on, or up to %d; a larger resume_window keeps more",
-                    (long long)sequence->id, length, safe, before);
+                    "at positions from %d on, or up to %d; a larger resume_window keeps more",
+                    (long long)sequence->id, length, safe, expired);
 }
 
 kvc_status kvc_check_idle(const kvc_sequence *sequence) {

@@ -60,7 +60,7 @@ typedef struct kvc_sequence {
     int32_t is_hidden;          /* its id is a number of its own: no call can name it, and it stands behind others */
     int32_t in_batch;           /* 1 + its index among the sequences of the open batch; 0: it is not in the batch */
     int32_t min_query_position; /* lowest position at which a query may still come; set before rows expire */
-    int32_t exact_to;           /* rows from there on may not follow from its tokens alone; INT32_MAX: all do */
+    int32_t exact_to;           /* rows below are exact: they follow from its tokens alone.  INT32_MAX: all are */
     int64_t date; /* cache->prefixes.clock when it was made.  A copy has the date of its oldest source.  0: nobody knows
                      how old its rows are.  INT64_MAX: it is in no table yet, or hidden: forgotten rows are not kept */
     int64_t from; /* kvc_prefix.number of the prefix that acquired it.  A copy has that of its source.  0: no prefix

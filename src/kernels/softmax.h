@@ -1,4 +1,8 @@
-/* softmax.h: steps of the online softmax; part of template.h. */
+/* softmax.h: steps of the online softmax; part of template.h.
+ *
+ * `padded` is the number of scores in a row up to a multiple of EXPS * LANES.  Scores past the last key are -INFINITY:
+ * they are no maximum, and their weights are 0.
+ */
 
 enum { EXPS = 4 /* vectors that exp is taken of together */ };
 
@@ -27,7 +31,7 @@ INLINE void exp_negative(int count, vec *x) {
     for (int i = 0; i < count; i++) x[i] = v_scale(p[i], scale[i], x[i], v_set(LEAST_EXP));
 }
 
-/* Sets the scores of a row past n to what no query sees up to `padded`, and to 0 behind. */
+/* Pads a row of n scores: sets scores up to `padded` to -INFINITY, and those behind to 0. */
 INLINE void hide_past(float *row, int n, int padded) {
     const int end = kvc_padded_rows(n);
     for (; n % LANES; n++) row[n] = -INFINITY;
@@ -35,8 +39,9 @@ INLINE void hide_past(float *row, int n, int padded) {
     for (; n < end; n += LANES) v_store(row + n, v_zero());
 }
 
-/* Stores the largest scores of `count` rows, or their maxima where these are larger; writes up to a multiple of 4. */
-INLINE void store_maxima(float *maxima, const float *rows, int count, int padded, const float *max) {
+/* Stores the maxima of `count` rows of scores: the largest score of a row, or its maximum in the tiles before this one,
+ * if that is larger.  Writes up to a multiple of 4. */
+INLINE void store_maxima(float *maxima, const float *rows, int count, int padded, const float *before) {
     for (int first = 0; first < count; first += 4) {
         const float *row[4];
         vec x[4];
@@ -44,9 +49,9 @@ INLINE void store_maxima(float *maxima, const float *rows, int count, int padded
         for (int i = 0; i < 4; i++) {
             const int r = smaller(first + i, count - 1);
             row[i] = rows + r * KVC_SCORES;
-            x[i] = v_set(max[r]);
+            x[i] = v_set(before[r]);
         }
-        if (count - first == 1) {
+        if (count - first == 1) { /* the other three would repeat this row */
             for (int j = 0; j < padded; j += LANES) x[0] = v_max(v_load(row[0] + j), x[0]);
         } else {
             for (int j = 0; j < padded; j += LANES) UNROLL

@@ -8,11 +8,11 @@
 
 enum { WORTH_THREADS = 1 << 18 }; /* bytes */
 
-/* A block and its copy; both NULL if no sequence holds slots of the block. */
+/* A block and its copy, which has the slots up to the last one that a cloned sequence holds. */
 typedef struct twin {
-    kvc_block *from, *to;
+    kvc_block *from, *to; /* NULL if there is no copy */
     int32_t group;
-    int32_t fill; /* the end of the last slot that a sequence holds */
+    int32_t fill; /* number of slots of the copy; 0: cloned sequences hold none of the block, and there is no copy */
 } twin;
 
 typedef struct cloning {
@@ -46,8 +46,8 @@ static kvc_status new_like(const kvc_cache *from, kvc_cache **out) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-/* Finds out how far sequences hold the blocks of a group; not all that is held is theirs: views hold rows that were
- * dropped, and states what is being loaded.  Returns the number of blocks of which they hold any. */
+/* Sets the fills of a group's twins, by the runs of the sequences.  Fill marks of blocks may be higher, because views
+ * keep rows that were dropped, and calls have rows that they are loading.  Returns the number of blocks to copy. */
 static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
     const kvc_table *table = &c->from->sequences;
     int32_t num = 0;
@@ -57,7 +57,7 @@ static int32_t find_fills(const cloning *c, int32_t g, twin *twins) {
         const kvc_run_list *list = &s->runs[g];
         for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
             twin *t = &twins[run->block->listed.index];
-            num += !t->fill;
+            num += !t->fill; /* the first run of the block */
             if (run->slot + run->count > t->fill) t->fill = run->slot + run->count;
         }
     }

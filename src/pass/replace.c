@@ -52,19 +52,19 @@ void kvc_replace_sort(kvc_batch *batch) {
 /* ---- ending ------------------------------------------------------------------------------------------------------ */
 
 /* Widens a range (end 0: it is empty) by the positions of [begin, end) at which a list has no row, and that do not lie
- * in `lost`. */
-static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_interval lost, int32_t begin, int32_t end) {
+ * in `skip`. */
+static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_interval skip, int32_t begin, int32_t end) {
     for (const kvc_run *run; begin < end;) { /* to the first such position */
-        if (begin >= lost.begin && begin < lost.end)
-            begin = lost.end;
+        if (begin >= skip.begin && begin < skip.end)
+            begin = skip.end;
         else if ((run = kvc_runs_at(list, begin)))
             begin = run->position + run->count;
         else
             break;
     }
     for (const kvc_run *run; begin < end;) { /* down to the last one */
-        if (end > lost.begin && end <= lost.end)
-            end = lost.begin;
+        if (end > skip.begin && end <= skip.end)
+            end = skip.begin;
         else if ((run = kvc_runs_at(list, end - 1)))
             end = run->position;
         else
@@ -73,12 +73,13 @@ static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_inter
     kvc_interval_add(range, (kvc_interval){begin, end});
 }
 
-/* Notes as lost the positions of a replaced group that its policy may have let expire: positions without a row,
- * except sinks, that the query behind the last row does not see. */
+/* Notes as lost the positions at which rows of a replaced group may have expired before they were restored.  These are
+ * the positions without a row from the sinks up to the first one that the next query sees. */
 static void note_lost(const kvc_policy *policy, kvc_run_list *list) {
     if (!kvc_policy_expires(policy) || !list->num) return;
-    const kvc_interval none = {0, 0};
-    add_lacking(&list->lost, list, none, kvc_policy_sinks(policy), kvc_policy_lowest(policy, list->max_position + 1));
+    const kvc_interval nothing = {0, 0};
+    const int32_t first_seen = kvc_policy_lowest(policy, list->max_position + 1);
+    add_lacking(&list->lost, list, nothing, kvc_policy_sinks(policy), first_seen);
 }
 
 void kvc_replace_remember(kvc_run_list *list) {

@@ -1,5 +1,5 @@
 /* replace.h: restoring batches (kvc_begin_args.replaced), whose tokens take the place of all that their sequences held
- * in some of the groups.
+ * in some of the groups: the replaced groups.
  *
  * The old rows stay until the commit, which can then leave groups of a sequence with different positions.  Rows that
  * one group lacks and another has are noted as missing, as expired rows are noted as lost.  So a query that needs them

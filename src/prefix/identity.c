@@ -25,9 +25,10 @@ static void add_rope(kvc_blake2b *hash, const kvc_rope *rope) {
     }
 }
 
-/* Adds the fields of a layer that rows depend on.  A layer's share, or its lack of rows, says the rest. */
+/* Adds the fields of a layer that its rows depend on.  A layer without rows of its own adds only why: its share, which
+ * says whose rows it reads, or 0 and 0 if it has no attention. */
 static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
-    const int64_t share = layer->share, has_rows = !share && layer->policy.kind != KVC_NONE,
+    const int64_t share = layer->share, has_own_rows = !share && layer->policy.kind != KVC_NONE,
                   has_values = kvc_stores_values(layer), in_key = layer->value_in_key != 0;
     const kvc_policy_fields policy = kvc_policy_read(&layer->policy);
     const int64_t fields[] = {layer->num_kv_heads,
@@ -39,8 +40,8 @@ static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
                               has_values ? layer->v_type : 0,
                               has_values ? transform_of(layer->v_type, layer->v_transform) : 0};
     kvc_blake2b_add_ints(hash, &share, 1);
-    kvc_blake2b_add_ints(hash, &has_rows, 1);
-    if (!has_rows) return;
+    kvc_blake2b_add_ints(hash, &has_own_rows, 1);
+    if (!has_own_rows) return;
     kvc_blake2b_add_ints(hash, fields, sizeof fields / sizeof *fields);
     kvc_blake2b_add_ints(hash, policy.fields, sizeof policy.fields / sizeof *policy.fields);
     add_rope(hash, &layer->rope);

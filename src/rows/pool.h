@@ -21,7 +21,7 @@ typedef struct kvc_holders {
 /* Where an evictable sequence stands in a group: cache/useful.h. */
 typedef struct kvc_standing kvc_standing;
 
-/* A block as it is, or with its fixed rows alone: as it would be without the sequences that may be evicted. */
+/* Which holders of slots count: all of them (KVC_NOW), or only sequences that may not be evicted (KVC_FIXED). */
 typedef enum kvc_scope { KVC_NOW, KVC_FIXED, KVC_NUM_SCOPES } kvc_scope;
 
 /* How much of a block is in use in a scope. */
@@ -216,7 +216,7 @@ typedef struct kvc_region {
     size_t offset, row_bytes;
 } kvc_region;
 
-/* Return the number of regions of a block, and region `index` of them. */
+/* Return the number of regions of a block, over all layers and heads of its group; and region `index` of them. */
 int64_t kvc_pool_num_regions(const kvc_pool *pool);
 kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index);
 
@@ -265,9 +265,9 @@ void kvc_pool_recount(kvc_block *block);
 /* Adds what is in use of a block to a tally (sign 1), or takes it out (sign -1). */
 void kvc_tally_add(const kvc_pool *pool, kvc_tally *tally, kvc_use use, int64_t sign);
 
-/* Takes one holder of each slot out of the counts of a scope, until kvc_pool_undo_try_drop, to see what dropping it
- * would free.  Adds the number of slots without a holder to *slots.  In KVC_FIXED, only holders that may not be evicted
- * are tried. */
+/* Takes one holder of each slot out of the counts, until kvc_pool_undo_try_drop, to see what dropping it would free.
+ * Adds to *slots how many slots then have no holder that counts in the scope.  In KVC_FIXED, holders that may be
+ * evicted do not count, and the holder that is taken out must be another one. */
 void kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots);
 void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count);
 

@@ -31,8 +31,9 @@ static inline void kvc_interval_add(kvc_interval *all, kvc_interval more) {
 typedef struct kvc_run_list {
     kvc_run *runs; /* runs[first .. first + num): runs before `first` have expired */
     int32_t first, num, capacity;
-    kvc_interval lost;                  /* all rows that have expired stood here; end 0: none was */
-    kvc_interval missing;               /* what it lacks and others have, since groups were replaced; end 0: none */
+    /* In a group with a stride, these are numbers of rows, as kvc_run.position is.  end is 0 if there are none. */
+    kvc_interval lost;    /* all rows that have expired stood here */
+    kvc_interval missing; /* rows that other groups have, and it lacks since groups were replaced: pass/replace.h */
     int32_t min_position, max_position; /* -1 if there are no rows */
     int32_t ascending;                  /* positions rise from row to row */
     int64_t num_rows;

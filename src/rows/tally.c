@@ -21,8 +21,8 @@ int64_t kvc_pool_block_bytes(const kvc_pool *pool, int32_t faulted) {
     return (int64_t)(bytes < all ? bytes : all);
 }
 
-/* Returns how many holders of a slot do not count in a scope. */
-static uint32_t uncounted(const kvc_holders *holders, kvc_scope scope) {
+/* Returns how many holders of a slot a scope leaves out: in KVC_FIXED, the ones that may be evicted. */
+static uint32_t num_left_out(const kvc_holders *holders, kvc_scope scope) {
     return scope == KVC_FIXED ? holders->evictable : 0;
 }
 
@@ -31,7 +31,9 @@ kvc_use kvc_pool_use(const kvc_block *block, kvc_scope scope) {
     kvc_use use = {.fill = block->fill, .live = live, .is_used = live || block->pins, .is_pinned = block->pins != 0};
     if (block->pins) return use;
     if (!live) use.fill = 0;
-    while (use.fill && block->holders[use.fill - 1].num <= uncounted(&block->holders[use.fill - 1], scope)) use.fill--;
+    const kvc_holders *end = block->holders + use.fill;
+    while (end > block->holders && end[-1].num <= num_left_out(&end[-1], scope)) end--; /* no holder that counts */
+    use.fill = (int32_t)(end - block->holders);
     return use;
 }
 
@@ -67,14 +69,17 @@ void kvc_pool_recount(kvc_block *block) {
 }
 
 void kvc_pool_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count, int64_t *slots) {
-    int32_t dead = 0;
-    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
-        dead += --at->num == uncounted(at, scope);
-    block->live -= dead;
-    *slots += dead;
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++) {
+        at->num--;
+        const int was_last = at->num == num_left_out(at, scope); /* of the holders that count */
+        block->live -= was_last;
+        *slots += was_last;
+    }
 }
 
 void kvc_pool_undo_try_drop(kvc_block *block, kvc_scope scope, int32_t slot, int32_t count) {
-    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++)
-        block->live += at->num++ == uncounted(at, scope);
+    for (kvc_holders *at = block->holders + slot; at < block->holders + slot + count; at++) {
+        block->live += at->num == num_left_out(at, scope);
+        at->num++;
+    }
 }

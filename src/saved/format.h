@@ -39,7 +39,7 @@ typedef struct kvc_saved_sequence {
     int64_t id, num_tokens;
 } kvc_saved_sequence;
 
-/* The rows of a sequence in a layer group. */
+/* A holding: the rows of a sequence in a layer group. */
 typedef struct kvc_saved_holding {
     int64_t num_runs, lost_begin, lost_end, missing_begin, missing_end; /* kvc_run_list */
 } kvc_saved_holding;
@@ -59,7 +59,7 @@ typedef struct kvc_format {
     kvc_saved_holding *holdings;   /* [num_sequences][num_groups] */
     kvc_saved_run *runs;           /* [num_runs] of each holding, one after the other */
     int64_t *tokens;               /* [num_tokens] of each sequence, one after the other */
-    int64_t *exact_to;             /* [num_sequences] kvc_sequence */
+    int64_t *exact_to;             /* [num_sequences] kvc_sequence: rows below that position are exact */
     uint64_t *checksum;            /* kvc_hash of the tables before it, with the header's hash as the seed */
     char library[16];              /* version of the library that wrote it */
     char fingerprint[KVC_MOST_FINGERPRINT + 1];

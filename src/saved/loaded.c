@@ -25,7 +25,7 @@ static int is_holding(const kvc_saved_holding *h, const kvc_policy *policy) {
 }
 
 /* Returns whether this can be a run in a group of the policy, with so many rows.  Neither its positions nor the
- * positions at which its keys were rotated are negative.  Moved rows are not exact. */
+ * positions at which its keys were rotated are negative.  Rows below exact_to, of its sequence, were not moved. */
 static int is_run(const kvc_saved_run *run, const kvc_policy *policy, int64_t num_rows, int64_t exact_to) {
     const int64_t stride = kvc_policy_stride(policy);
     if (run->count < 1 || run->count > INT32_MAX || run->row < 0 || run->row > num_rows - run->count) return 0;
@@ -52,7 +52,8 @@ static kvc_status check_layers(const kvc_state *state) {
     return KVC_OK;
 }
 
-/* Checks the rows of sequence i.  *first: index of its first run; becomes the index of the next sequence's. */
+/* Checks the holdings of sequence i, one for each group, and their runs.  *first: index of its first run; becomes the
+ * index of the next sequence's. */
 static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *first) {
     const kvc_format *f = &state->format;
     const kvc_cache *cache = state->cache;
