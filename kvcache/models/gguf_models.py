@@ -35,7 +35,7 @@ def read(header: gguf.Header, source: str) -> Fields:
     values = {"num_hidden_layers": len(layers), "layer_types": kinds, **common}
     if any(others):
         values["per_layer_config"] = {str(i): layer for i, layer in enumerate(others)}
-    indexers = indexer_sizes(model.keys, model.name, len(kinds))
+    indexers = indexer_fields(model.keys, model.name, len(kinds))
     fields = Fields({**model.facts(), **values, **indexers}, source)
     model.refuse_unread()
     return fields
@@ -378,17 +378,17 @@ def _compressed(keys: Fields, layer: int, ratio: int) -> str:
     return tables.COMPRESSED[ratio]
 
 
-def indexer_sizes(keys: Fields, name: str, count: int) -> dict[str, Any]:
-    """Return the sizes of a model's indexers, and which of its layers have an indexer of their own."""
+def indexer_fields(keys: Fields, name: str, count: int) -> dict[str, Any]:
+    """Return the fields about a model's indexers: sizes, how keys are rotated, which layers have one of their own."""
     if not _has_indexers(keys, name):
         return {}
     found: dict[str, Any] = {ours: keys.count(theirs) for theirs, ours in tables.INDEXERS[name].items()}
     found["indexer_types"] = ["full" if is_own else "shared" for is_own in _own(keys, name, count)]
-    found["indexes_neighbours"] = name in tables.INDEX_NEIGHBOURS
-    if name == "qwen4exp":
-        ratios = {*keys.counts(RATIOS, count, 0, least=0)} - {0}
+    found["index_rotates_neighbours"] = name in tables.INDEX_NEIGHBOURS
+    if name == "qwen4exp":  # whose files say for each layer how many tokens an index key stands for
+        ratios = {*keys.counts(RATIOS, count, 0, least=0)} - {0}  # 0: the layer has no indexer
         if len(ratios) > 1:
-            raise keys.unsupported(f"{RATIOS} has {sorted(ratios)}: a key must stand for as many tokens in each layer")
+            raise keys.unsupported(f"{RATIOS} has {sorted(ratios)}: all layers with an indexer must have the same")
         found["indexer_compress_ratio"] = ratios.pop() if ratios else None
     return found
 

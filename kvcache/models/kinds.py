@@ -3,6 +3,9 @@
 Files say it in many ways. A list, a pattern or indices of layers count first. Then a number of layers that alternate
 counts, and last the default of the class. A layer may also have settings of its own: another number or size of heads,
 another window, or the rows of another layer.
+
+Letters stand for types of layers: F sees all tokens, S those of a sliding window, L is linear attention or another
+layer without rows, C a convolution, X chooses rows, and H has a recurrent state beside its attention.
 """
 
 from __future__ import annotations
@@ -308,16 +311,18 @@ def _pattern(config: Fields, model_type: str) -> list[str] | None:
 
 
 def _kind(config: Fields, layer: int) -> str:
-    """Derive the type of a layer from fields that say it of all layers."""
+    """Derive the type of a layer from fields that are for all layers."""
     model_type = config.text("model_type", "")
     if not _has_rows(config, layer, model_type):
         return L
     if model_type in ATTENTION_EVERY:
-        return ATTENTION_EVERY[model_type][2]
-    if config.get("attention_chunk_size") is not None and (
-        model_type == "llama4_text" or config.get("sliding_window") is None
-    ):
-        return CHUNKED if model_type != "llama4_text" or rotates_by_interval(config, layer) else F
+        _, _, kind = ATTENTION_EVERY[model_type]
+        return kind
+    has_chunks = config.get("attention_chunk_size") is not None
+    if has_chunks and model_type == "llama4_text":  # its layers without rotation see all tokens
+        return CHUNKED if rotates_by_interval(config, layer) else F
+    if has_chunks and config.get("sliding_window") is None:
+        return CHUNKED
     return S if _slides(config, layer, model_type) else F
 
 

@@ -499,5 +499,5 @@ def _moved(config: Fields, rope: RopeLike, dim: int) -> RopeLike:
     if num_rotated > dim:
         raise config.error(f"index_head_dim {dim} is less than the {num_rotated} elements that are rotated")
     first_dim = dim - num_rotated if config.get("model_type") in ROTATED_LAST else 0
-    interleaved = config.get("indexes_neighbours", rope.interleaved)  # a GGUF's reader knows
+    interleaved = config.get("index_rotates_neighbours", rope.interleaved)  # a GGUF's reader knows
     return replace(rope, first_dim=first_dim, interleaved=interleaved)
