@@ -320,10 +320,10 @@ def layers_with_all(layers: Iterable[Layer]) -> tuple[int, ...]:
 
 
 def _rotate(q: F32, distances: NDArray[np.int64], rope: Rope) -> F32:
-    """Rotate queries ``[n, heads, dim]`` by distances ``[n]``."""
-    n, step = len(rope.inv_freq), 2 if rope.interleaved else 1
-    a = rope.first_dim + step * np.arange(n)
-    b = a + (1 if rope.interleaved else n)
+    """Rotate queries ``[queries, heads, dim]`` by distances ``[queries]``: the elements `a` and `b` of each pair."""
+    num_pairs, step = len(rope.inv_freq), 2 if rope.interleaved else 1
+    a = rope.first_dim + step * np.arange(num_pairs)
+    b = a + (1 if rope.interleaved else num_pairs)
     angles = distances[:, None, None] * np.array(rope.inv_freq)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     rotated = q.copy()

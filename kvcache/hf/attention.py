@@ -12,7 +12,7 @@ from kvcache.errors import NotSupportedError
 from kvcache.hf.choosing import Chosen, Compressed
 from kvcache.hf.dense import NAME
 from kvcache.hf.layers import Expansion, Layer, LayerRows, Rows
-from kvcache.hf.lazy import ChosenMask, Mask, elements_of
+from kvcache.hf.lazy import ChosenMask, Mask, elements_of, is_shown
 from kvcache.hf.passes import ForwardPass
 from kvcache.hf.told import count_leading, masked_ranges, refuse_padding, shown_columns
 
@@ -246,8 +246,10 @@ def _complete(
 ) -> torch.Tensor | None:
     """Return a mask that hides later keys as well, if torch would not, and keys that an indexer did not choose."""
     num_queries, num_keys = query.shape[2], key.shape[2]
-    torch_aligns = has_sdpa and num_queries == num_keys and chosen is None  # else the first query with the first key
-    if mask is None and is_causal and num_queries > 1 and not torch_aligns:
+    # Without a mask, torch's function hides later keys itself, from the first query and the first key on. These are of
+    # the same token only if there are as many queries as keys. `attend_dense` hides none.
+    hides_later = has_sdpa and chosen is None and num_queries == num_keys
+    if mask is None and is_causal and num_queries > 1 and not hides_later:
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
     if chosen is None:
         return mask
@@ -269,7 +271,7 @@ def _check_mask(rows: LayerRows, mask: torch.Tensor | None, num_queries: int) ->
             continue
         if mask is not None:
             part = mask[row if len(mask) > 1 else 0, :, query:, : offset - first]
-            if not (part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2).any():
+            if not is_shown(part).any():
                 continue
         refuse_padding(row, offset)
 

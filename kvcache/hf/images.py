@@ -31,7 +31,8 @@ SOME = (
     "input_ids has the tokens of more images than are given: give all images of the text, in its order, or none if the"
     " cache holds all"
 )
-NO_IMAGES = ("input_ids", "inputs", "attention_mask", TYPES, "token_type_ids")  # of the arguments of generate
+# The arguments of `generate` that are of the text. Features may follow from any other tensor.
+OF_TEXT = ("input_ids", "inputs", "attention_mask", TYPES, "token_type_ids")
 
 Given: TypeAlias = Mapping[str, Any]
 
@@ -155,10 +156,13 @@ def _sizes(output: Any) -> list[int] | None:
 
 
 def _arguments(model: Any, given: Given) -> dict[str, Any] | None:
-    """Return the arguments that features and positions follow from; None if they are of other types."""
+    """Return the arguments that features and positions follow from, as far as is known: tensors and plain values.
+
+    None if the model's encoder takes an argument of another type, of which there is no digest.
+    """
     shown: dict[str, Any] = {}
     for name in sorted(given):
-        if isinstance(given[name], torch.Tensor) and name not in NO_IMAGES:
+        if isinstance(given[name], torch.Tensor) and name not in OF_TEXT:
             shown[name] = given[name]
     for modality in MODALITIES:
         encode = getattr(model.base_model, f"get_{modality}_features", None)
@@ -218,24 +222,25 @@ def _digest(parts: Sequence[Any]) -> bytes:
 def _name(
     tokens: torch.Tensor, is_place: torch.Tensor, sizes: Sequence[int], digests: Sequence[bytes], num_beams: int
 ) -> bool:
-    """Put names for the tokens of images; return whether each prompt has whole images, and all of them."""
-    num_named, num_sizes = 0, 0
+    """Put names for the tokens of images; return whether each prompt has whole images, and all of them.
+
+    `digests` are of all prompts' images. `sizes` are of all rows' images: those of a prompt come again for each beam.
+    """
+    digests_left, sizes_left = [*digests], [*sizes]
     for row in range(0, len(tokens), num_beams):
         names: list[int] = []
-        first, num_tokens = num_sizes, int(is_place[row].sum())
-        while len(names) < num_tokens and num_sizes < len(sizes):
-            digest = digests[(num_named + num_sizes - first) % len(digests)]
-            names += (_name_of(digest, place) for place in range(sizes[num_sizes]))
-            num_sizes += 1
+        num_images, num_tokens = 0, int(is_place[row].sum())
+        while len(names) < num_tokens and num_images < len(digests_left):
+            names += (_name_of(digests_left[num_images], place) for place in range(sizes_left[num_images]))
+            num_images += 1
         if len(names) != num_tokens:
             return False
-        num_named += num_sizes - first
-        num_sizes += (num_sizes - first) * (num_beams - 1)  # of the other beams
+        del digests_left[:num_images], sizes_left[: num_images * num_beams]
         for beam in range(row, row + num_beams):
             if int(is_place[beam].sum()) != num_tokens:
                 return False
             tokens[beam, is_place[beam]] = torch.tensor(names, dtype=tokens.dtype)
-    return num_named == len(digests) and num_sizes == len(sizes)
+    return not digests_left
 
 
 def _name_of(digest: bytes, place: int) -> int:

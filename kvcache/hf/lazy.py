@@ -105,6 +105,11 @@ class Plane(LazyTensor):
         return self.mask.make()[:, 0]
 
 
+def is_shown(mask: torch.Tensor) -> torch.Tensor:
+    """Return which elements of a mask show a key. In one that is added to scores, others are near the least number."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 class Mask(LazyTensor):
     """A mask, ``[batch, 1, queries, keys]``. The kernels need only its padding: they know order and window.
 

@@ -155,7 +155,7 @@ class Recurrent:
         return False
 
     def states_of(self, row: int) -> dict[str, torch.Tensor]:
-        """Return the states of a row of the batch by name; later passes may change them."""
+        """Return the states of a row of the batch by name, as `_states` names them; later passes may change them."""
         return {name: state[row].contiguous() for name, state in self._states().items()}
 
     def state_of(self, row: int) -> bytes:
@@ -174,16 +174,19 @@ class Recurrent:
             raise ValueError(f"states of another model, {type(error).__name__}: {error}") from None
 
     def go_on_from(self, rows: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Go on from copies of the states of each row, as `states_of` returns them, without tokens of passes."""
+        """Go on from copies of the states of each row, as `states_of` returns them."""
         self._clear()
         for name in rows[0]:
-            kind, i, n = name.split(".")
+            kind, layer, number = name.split(".")
             state = torch.stack([row[name] for row in rows])
             update = "update_conv_state" if kind == "conv" else "update_recurrent_state"
-            getattr(self.layers[int(i)], update)(state, int(n))
+            getattr(self.layers[int(layer)], update)(state, int(number))
 
     def _states(self) -> dict[str, torch.Tensor]:
-        """Return all states by name. States of convolutions are as wide as a pass needs."""
+        """Return all states. Their names are ``kind.layer.number``: a layer may have several states of a kind.
+
+        States of convolutions are as wide as a pass needs.
+        """
         states = {}
         for i, layer in self.layers.items():
             for n in range(layer.number_of_states):

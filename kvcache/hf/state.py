@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from kvcache.state.saved import BATCH_OF_IMAGES, BATCH_VERSION, batch_of
 
 STATE = Layer(1, 1024, v_head_dim=0, dtype="f32")  # whose rows have the bytes of recurrent states
 ROW_BYTES = 4 * STATE.head_dim
+Source: TypeAlias = tuple[Any, list[int], dict[int, list[int]]]  # for `state.save`: a core, ids to save, their tokens
 
 
 class SaveableBatch:
@@ -95,16 +96,16 @@ class SaveableBatch:
             raise NotSupportedError(
                 "the cache has an encoder's rows alone: save the HFEncoderDecoderCache that it is part of"
             )
-        sources: list[tuple[Any, list[int], dict[int, list[int]]]] = []
+        sources: list[Source] = []
         for part in self._parts:
             passes = part._passes
             passes.end()
             if part.texts.has_lost_state:
                 part.texts.begin_anew()
-            held = _tokens_of(part, tokens)
+            texts = _tokens_of(part, tokens)
             [marker] = passes.new_ids(1)
-            held[marker] = _batch_tokens(part)
-            sources.append((part._cache._core, [*passes.seq_ids, marker], held))
+            texts[marker] = _batch_tokens(part)
+            sources.append((part._cache._core, [*passes.seq_ids, marker], texts))
             tokens = None  # they are those of the first part, the decoder
             if part.recurrent.layers:
                 sources.append(_states_to_save(part))
@@ -168,9 +169,9 @@ class SaveableBatch:
             _check_shapes(part, path, one.layers)
         fillers = [Filler(part) for part in cache._parts]
         targets: list[tuple[KVCache, Any]] = [(filler.part._cache, filler.choose) for filler in fillers]
-        held = KVCache([STATE], max_sequences=None)
+        recurrent = KVCache([STATE], max_sequences=None)
         if behind == state.RECURRENT:
-            targets.append((held, lambda saved: None))
+            targets.append((recurrent, lambda saved: None))
         state.restore_chosen(path, targets, fingerprint, secret, behind)
         if len({len(filler.seq_ids) for filler in fillers} - {0}) > 1:
             raise StateFormatError(f"{os.fspath(path)}: altered: the rows of the encoder are not those of the batch")
@@ -182,7 +183,7 @@ class SaveableBatch:
             texts.follows_from_others = filler.text is not None and bool(places_in(config, filler.text).any())
         if behind == state.RECURRENT:
             try:
-                _restore_states(fillers[0], held, states[1], config)
+                _restore_states(fillers[0], recurrent, states[1], config)
             except ValueError as error:
                 raise StateFormatError(f"{os.fspath(path)}: altered, or of another model: it has {error}") from None
         return cache
@@ -199,17 +200,20 @@ def types_of(layer: Layer) -> dict[str, Any]:
     return {"k_dtype": layer.k_dtype, "v_dtype": layer.v_dtype, "transform": layer.k_transform}
 
 
-def _states_to_save(part: Any) -> tuple[Any, list[int], dict[int, list[int]]]:
-    """Return what `state.save` takes of a batch's recurrent states: a sequence for each, whose rows are its bytes."""
+def _states_to_save(part: Any) -> Source:
+    """Return the recurrent states of an `HFCache`, each as a sequence: its rows are the bytes of the state.
+
+    Two numbers stand in the place of the sequence's tokens: the columns that the state follows from, and its bytes.
+    """
     cache = KVCache([STATE], max_sequences=None)
-    held: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
     for row in range(len(part._passes.seq_ids)):
         one = part.recurrent.state_of(row)
         padded = np.frombuffer(one + bytes(-len(one) % ROW_BYTES), np.float32).reshape(-1, 1, STATE.head_dim)
         with cache.batch(positions=range(len(padded)), seq_ids=[row] * len(padded)) as batch:
             batch.put(0, padded)
-        held[row] = [part._passes.num_seen, len(one)]
-    return cache._core, [*held], held
+        tokens[row] = [part._passes.num_seen, len(one)]
+    return cache._core, [*tokens], tokens
 
 
 def _batch_tokens(part: Any) -> list[int]:
@@ -301,8 +305,8 @@ class Filler:
         self.part._passes.seq_ids = self.seq_ids  # which it clears in the end, also if an exception comes meanwhile
         has_tokens = _has_tokens(self.part)
         self.offsets = [self.seen - lengths[row] if has_tokens else 0 for row in rows]
-        held = {one.seq_id: one.tokens.tolist() for one in saved.sequences}
-        self.text = _text_of([held[row] for row in rows], self.offsets, self.seen if has_tokens else None)
+        texts = {one.seq_id: one.tokens.tolist() for one in saved.sequences}
+        self.text = _text_of([texts[row] for row in rows], self.offsets, self.seen if has_tokens else None)
         return dict(zip(rows, self.seq_ids, strict=True))
 
 

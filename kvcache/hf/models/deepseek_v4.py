@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcache.hf.choosing import Compressed, Places, Query, SharedLayer, Taken
 from kvcache.hf.dense import NAME
-from kvcache.hf.lazy import Mask
+from kvcache.hf.lazy import Mask, is_shown
 from kvcache.hf.passes import Passes
 
 
@@ -124,16 +124,18 @@ def _padding_of(mask: Tensor | None, passes: Passes, new: Tensor) -> Tensor | No
     """Return which tokens so far a mask shows, ``[batch, tokens]``; None: all. `new` is of a pass's tokens.
 
     A mask of elements, ``[batch, 1, tokens, columns]``, has the columns of the new tokens, and of those before them
-    that the first one sees in its window.
+    that the first one sees in its window. Of tokens before these, earlier passes know which are padding.
     """
     if mask is None or isinstance(mask, Mask):
         return None if mask is None else mask.padding
     batch_size, num_tokens = new.shape[:2]
-    shown = (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)[:, 0]
-    shown = shown.expand(batch_size, -1, -1)
-    num_past = shown.shape[2] - num_tokens
-    padding = torch.arange(passes.num_seen + num_tokens) >= torch.tensor(passes.offsets or [0])[:, None]
-    padding = padding.expand(batch_size, -1).clone()
-    padding[:, passes.num_seen :] = shown[:, :, num_past:].diagonal(dim1=1, dim2=2)
-    padding[:, passes.num_seen - num_past : passes.num_seen] = shown[:, 0, :num_past]
-    return None if padding.all() and not any(passes.offsets) else padding
+    sees = is_shown(mask)[:, 0].expand(batch_size, -1, -1)
+    num_past = sees.shape[2] - num_tokens
+    offsets = passes.offsets or [0]  # in a first pass, there are none yet
+    shown = torch.arange(passes.num_seen + num_tokens) >= torch.tensor(offsets)[:, None]
+    shown = shown.expand(batch_size, -1).clone()
+    shown[:, passes.num_seen - num_past : passes.num_seen] = sees[:, 0, :num_past]
+    shown[:, passes.num_seen :] = sees[:, :, num_past:].diagonal(dim1=1, dim2=2)  # padding does not see itself
+    if any(offsets):  # also if all are shown: the cache refuses a mask that shows padding which it has left out
+        return shown
+    return None if shown.all() else shown
