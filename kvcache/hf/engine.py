@@ -143,6 +143,7 @@ class Engine:
         tenant: PrefixCache | None = None,
         streamer: Any = None,
         seed: SupportsIndex | None = None,
+        num_logprobs: SupportsIndex | None = None,
         **options: Any,
     ) -> Request:
         """Add a request, and return it at once.
@@ -159,6 +160,8 @@ class Engine:
             the request.
         seed : int, optional
             With ``do_sample=True``: the tokens are those of ``torch.manual_seed(seed)`` and ``generate``.
+        num_logprobs : int, optional
+            Have `Request.logprobs` tell how likely each token was, and so many of the likeliest tokens.
         **options
             Arguments of ``generate`` for one answer, greedy or sampled: max_new_tokens, temperature, stop_strings with
             a tokenizer, logits_processor, stopping_criteria, generation_config and the like. Processors and criteria
@@ -180,7 +183,7 @@ class Engine:
             raise ValueError(f"tenant is {tenant!r}: give what tenant() of the engine's prefix returned")
         with self._changed:
             self._check_room()
-        request = Request(self._model, input_ids, streamer, seed, options)
+        request = Request(self._model, input_ids, streamer, seed, num_logprobs, options)
         capacity = prefix.cache.capacity
         if capacity is not None and len(request.prompt) > capacity:
             raise ValueError(f"input_ids has {len(request.prompt)} tokens, and the cache a capacity of {capacity}")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -25,6 +25,13 @@ REFUSED |= {*NAMES_OF_CACHE, "return_dict_in_generate", "token_healing"}
 REFUSED |= {"output_attentions", "output_hidden_states", "output_logits", "output_scores"}
 
 
+class Logprobs(NamedTuple):
+    """How likely the model found a token: natural logarithms of probabilities."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest tokens, each with its own
+
+
 class Request:
     """A prompt, and its answer, whose tokens can be iterated over, with ``for`` or ``async for``, as they are made.
 
@@ -36,6 +43,9 @@ class Request:
         The tokens of the prompt.
     tokens : list of int
         The tokens that were generated, so far.
+    logprobs : list of Logprobs
+        With `num_logprobs`: how likely the model found each of `tokens`, and the likeliest tokens. Options such as
+        ``temperature`` do not change it.
     num_matched : int
         How many tokens of the prompt were known when it began to be fed.
     finish_reason : {"stop", "length", "cancelled", "error"} or None
@@ -46,11 +56,15 @@ class Request:
     """
 
     def __init__(
-        self, model: Any, input_ids: Any, streamer: Any, seed: SupportsIndex | None, options: dict[str, Any]
-    ) -> None:
-        self._ids = _tokens_of(input_ids, model.get_input_embeddings().num_embeddings)
+        self, model: Any, input_ids: Any, streamer: Any, seed: SupportsIndex | None, num_logprobs: SupportsIndex | None,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        num_tokens = model.get_input_embeddings().num_embeddings
+        self._ids = _tokens_of(input_ids, num_tokens)
         self.prompt: list[int] = self._ids[0].tolist()
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self._num_logprobs = None if num_logprobs is None else integer(num_logprobs, "num_logprobs", 0, num_tokens)
         self.num_matched = 0
         self.finish_reason: str | None = None
         self.error: Exception | None = None
@@ -151,6 +165,8 @@ class Request:
         with self._changed:
             self._ids = ids
             self.tokens.append(int(token))
+            if self._num_logprobs is not None:
+                self.logprobs.append(_logprobs_of(logits, int(token), self._num_logprobs))
             self._tell()
         if self._streamer is not None:
             self._streamer.put(token[0])
@@ -229,6 +245,13 @@ class Request:
         lengths = (one.max_length for one in stopping_criteria if isinstance(one, MaxLengthCriteria))
         self._most = min(lengths, default=INT64_MAX)  # tokens, those of the prompt included
         self._samples = generation_config.do_sample
+
+
+def _logprobs_of(logits: torch.Tensor, token: int, num: int) -> Logprobs:
+    """Return how likely a token was, and the `num` likeliest tokens."""
+    found = logits.to(torch.float32).log_softmax(-1)
+    values, tokens = found.topk(min(num, len(found)))
+    return Logprobs(float(found[token]), [*zip(tokens.tolist(), values.tolist(), strict=True)])
 
 
 def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[[], None]:

@@ -114,6 +114,24 @@ def test_tokens(kind):
     assert longer == [alone(model, [*text, 5], max_new_tokens=4) for text in texts]
 
 
+def test_logprobs(model):
+    """They are the model's own, whatever changes the scores behind it; without the argument there are none."""
+    [prompt] = prompts_of([9])
+    with Engine(model, "f32", **ROOM) as engine:
+        options = {"max_new_tokens": 5, "do_sample": False, "repetition_penalty": 1.5}
+        request = engine.submit(prompt, num_logprobs=3, **options)
+        [tokens], plain = answers([request]), engine.submit(prompt, **options)
+        assert answers([plain]) == [tokens]
+        assert plain.logprobs == []
+        with torch.no_grad():
+            wanted = model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :].log_softmax(-1)
+        for token, found, row in zip(request.tokens, request.logprobs, wanted, strict=True):
+            np.testing.assert_allclose(found.logprob, row[token], atol=1e-4)
+            assert [one for one, _ in found.top] == row.topk(3).indices.tolist()
+        with pytest.raises(ValueError, match="num_logprobs=-1: must be at least 0"):
+            engine.submit(prompt, num_logprobs=-1)
+
+
 def tokenizer_of(size):
     """Return a tokenizer whose tokens are characters."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + i): i for i in range(size)}, unk_token="!"))
