@@ -13,6 +13,7 @@ import copy
 import os
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import ExitStack, contextmanager
@@ -23,8 +24,10 @@ from bench_hf import new_model
 from driver import BYTES
 from figures import Table, keep, quotients
 from program import Arguments
-from serving_peers import MEMORY, Unavailable, begin, llama_server, process
-from transformers import AutoModelForCausalLM, DynamicCache
+from serving_peers import MEMORY, Unavailable, begin, kvcache_serve, llama_server, process
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from kvcache import PrefixCache
@@ -33,7 +36,7 @@ from kvcache.hf.told import CACHE
 from kvcache.tools.arguments import parse_tokens
 
 BUILT = Path.home() / ".cache/kvcache/llama.cpp/shared-openmp/bin"  # where integrations/llama.cpp/build.sh leaves it
-OTHERS = ("generate", "dynamic", "llama-kvcache", "llama", "openvino", "vllm")
+OTHERS = ("serve", "generate", "dynamic", "llama-kvcache", "llama", "openvino", "vllm")
 SPARE = 64  # tokens of llama-server's slots beyond those that are asked for
 
 # ---- transformers
@@ -105,6 +108,18 @@ def copied(model, num_shared):
     return options
 
 
+@contextmanager
+def served(model, dtype, room):
+    """Run kvcache serve on these weights, with a text for each token."""
+    words = {f" {i:x}": i for i in range(model.config.vocab_size)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token=" 0")))
+    with tempfile.TemporaryDirectory() as folder:
+        for one in (model, tokenizer):
+            one.save_pretrained(folder)
+        with kvcache_serve(Path(folder), dtype, room) as ask:
+            yield ask
+
+
 # ---- entrants
 
 
@@ -131,6 +146,9 @@ def servers(model, args):
     now = time.process_time if args.cpu_time else time.perf_counter
     for dtype in args.dtype:
         yield "Engine", dtype, engine(model, dtype, now)
+    if "serve" in args.others:
+        dtype, room = args.dtype[0], args.tokens + 4 * (args.clients + args.turns) * (args.own + args.new + SPARE)
+        yield "kvcache serve", dtype, served(model, dtype, room)
     if "generate" in args.others:
         dtype = args.dtype[0]
         yield "generate", dtype, generate(model, "kvcache", found_in_prefix(model, dtype), now)

@@ -82,15 +82,47 @@ def llama_server(program: Path, gguf: Path | None, options: Sequence[str], count
             process.wait()
 
 
+@contextmanager
+def kvcache_serve(model: Path, dtype: str, tokens: int) -> Iterator[Ask]:
+    """Run kvcache serve on a folder, with room for so many tokens."""
+    command = [sys.executable, "-m", "kvcache", "serve", str(model), "--port", "0", "--dtype", dtype]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*command, "--capacity", str(tokens)], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield _asks_serve(_address(process, log))
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _asks_serve(address: str) -> Ask:
+    def ask(prompts: Prompts, count: int) -> Answers:
+        answers, add = begin(len(prompts), time.perf_counter)
+
+        def read(index: int) -> None:
+            body = {"prompt": prompts[index], "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
+            request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
+            with urllib.request.urlopen(request) as lines:
+                for line in lines:
+                    if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
+                        add(index, [0])  # its text has one token or more
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            [*pool.map(read, range(len(prompts)))]
+        return answers
+
+    return ask
+
+
 def _address(process: subprocess.Popen[bytes], log: Any) -> str:
     """Wait until a server listens."""
     while True:
         log.seek(0)
         text = log.read()
-        if found := re.search(r"listening on (http://\S+:\d+)", text):
+        if found := re.search(r" on (http://[^\s/]+:\d+)", text):
             return found[1]
         if process.poll() is not None:
-            raise Unavailable(f"llama-server ended: {text[-300:]}")
+            raise Unavailable(f"the server ended: {text[-300:]}")
         time.sleep(0.1)
 
 
