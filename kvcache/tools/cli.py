@@ -500,6 +500,67 @@ def generate(
         return runner.run(model, text, options, sys.stdout, on_prefill=lambda done, total: show("prompt", done / total))
 
 
+# ---- kvcache serve
+
+
+def _seconds(text: str) -> Any:
+    """Make an option that takes seconds."""
+    return typer.Option(min=0.1, max=86400, callback=_not_nan, metavar="S", help=text)
+
+
+@_command(
+    "kvcache serve examples/model",
+    "kvcache serve Qwen3-0.6B --dtype int8 --capacity 64k --keys keys.json --store dir:~/prompts?max_bytes=20GiB",
+)
+def serve(
+    model: Annotated[Path, _model("A folder with a model of transformers and its tokenizer.")],
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call it; else the folder's name.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Where to listen; 0.0.0.0: for other machines, too.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: any free one.")] = 8000,
+    capacity: Annotated[int, _tokens("Tokens that the cache holds, of all requests together.", 1)] = 1 << 15,
+    dtype: Annotated[Any, _type(f"Element type of the cache: {TYPES}; f16 by default.")] = None,
+    prompts: Prompts = "stored",
+    select: Select = None,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Keep prompts over restarts: a folder, or as dir:~/prompts?max_bytes=20GiB."),
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(parser=_file, metavar="FILE", help="JSON: the API keys of clients.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Answers that go on at once.")] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, max=1 << 20, metavar="N", help="Answers that wait; others get 503.")
+    ] = 256,
+    read_timeout: Annotated[float, _seconds("To read a request.")] = 30.0,
+    timeout: Annotated[float, _seconds("For a whole answer.")] = 600.0,
+    max_body: Annotated[Any, _rate_or_size("The most bytes of a request.", "8MiB")] = "8MiB",
+    cors_origin: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="Let scripts of this origin ask; *: of any. May be given several times."),
+    ] = [],  # noqa: B006 (typer copies it)
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Write a line for each request.")] = False,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Write the log as JSON.")] = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's interface does: many requests at once on one cache."""
+    try:
+        from kvcache.server import command
+        from kvcache.server.application import Limits
+    except ModuleNotFoundError as error:
+        raise ImportError(f"there is no module {error.name}; run: pip install 'kvcache[serve]'") from None
+    limits = Limits(max_running, max_waiting, read_timeout, timeout, max_body, tuple(cors_origin), log_requests)
+    how = {"dtype": dtype, "select": select, "prompts": None if prompts == "stored" else prompts}
+    command.serve(
+        command.Options(
+            model, name, host, port, keys=keys, capacity=capacity, store=store, limits=limits, log_json=log_json, **how
+        )
+    )
+
+
 # ---- kvcache info
 
 

@@ -1,36 +1,20 @@
-"""Runs examples/server in this process, for clients over HTTP."""
+"""Runs kvcache.server in this process, for clients over HTTP."""
 
 import contextlib
 import http.client
-import importlib
 import json
 import re
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from kvcache.server import application, listening
+from kvcache.server import model as served
+
 KEYS = {
-    "sk-one": {"name": "one", "quota": 128, "max_requests": 20},
+    "sk-one": {"name": "one", "quota": 128, "max_requests": 20, "pinned": 256},
     "sk-two": {"name": "two", "max_requests": 2},
 }
-# As `python -m` from the clone's root, but what is installed comes first.
-RUN = f"import runpy, sys; sys.path.append({str(ROOT)!r}); runpy.run_module('examples.server', run_name='__main__')"
-
-
-def imported(name):
-    """Return a module of the example."""
-    before = [*sys.path]
-    sys.path.append(str(ROOT))
-    try:
-        return importlib.import_module(f"examples.server.{name}")
-    finally:
-        sys.path[:] = before
-
-
-main, served, server, text = map(imported, ("__main__", "model", "server", "text"))
 
 
 class Client:
@@ -64,6 +48,13 @@ class Client:
         _, text = self.ask("/metrics")
         return float(re.search(rf"^{re.escape(name)} (.*)$", text, re.MULTILINE)[1])
 
+    def wait_until_metric(self, name, least):
+        for _ in range(2000):
+            if self.metric(name) >= least:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"{name} is below {least}")
+
     def wait_until_idle(self):
         for _ in range(2000):
             stats = self.engine.stats()
@@ -81,17 +72,18 @@ def stream(response):
 
 
 @contextlib.contextmanager
-def serving(model, capacity=1 << 14, keys=KEYS, **arguments):
-    runs = served.Served("kvcache-example", *model, capacity=capacity, dtype="f32", **arguments)
-    http_server = server.HttpServer(server.Server(runs, keys), log_level="error")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=http_server.run, args=([listening],))
+def serving(model, capacity=1 << 14, keys=KEYS, limits=None, **arguments):
+    runs = served.Served("a-model", *model, capacity=capacity, dtype="f32", **arguments)
+    limits = application.Limits(**(limits or {}))
+    http_server = listening.HttpServer(application.Server(runs, keys, limits), log_level="error")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        thread = threading.Thread(target=http_server.run, args=([taken],))
         thread.start()
         try:
             while not http_server.started:
                 assert thread.is_alive()
                 time.sleep(0.01)
-            yield Client(listening.getsockname()[1], http_server)
+            yield Client(taken.getsockname()[1], http_server)
         finally:
             http_server.should_exit = True
             thread.join()

@@ -20,19 +20,44 @@ SCENE = """\
 {{ "ASSISTANT:\n" }}"""
 
 
+BYTES = {name: byte for byte, name in bytes_to_unicode().items()}  # by their characters in vocabularies of bytes
+
+
 def byte_tokenizer() -> Any:
     """Return a tokenizer whose tokens are the bytes of a text."""
-    tokenizer = Tokenizer(models.BPE(vocab={name: byte for byte, name in bytes_to_unicode().items()}, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=BYTES, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=SCENE)
 
 
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the text of a token alone, in UTF-8; a token may be a part of a character."""
+    name: str = tokenizer.convert_ids_to_tokens(token) or ""
+    if name.startswith("\u2581"):  # a blank, which decoding a token alone would drop
+        return name.replace("\u2581", " ").encode()
+    text: str = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text.encode()
+    if name.startswith("<0x"):
+        return bytes.fromhex(name[3:5])
+    return bytes(BYTES[one] for one in name) if BYTES.keys() >= {*name} else text.encode()
+
+
+def hidden_tokens(tokenizer: Any, shown: Sequence[str] = ()) -> frozenset[int]:
+    """Return the special tokens, which answers do not show, except those with these texts."""
+    special = {
+        token for token, added in tokenizer.added_tokens_decoder.items() if added.special and str(added) not in shown
+    }
+    return frozenset(special | {*tokenizer.all_special_ids} - {*tokenizer.convert_tokens_to_ids([*shown])})
+
+
 class Text:
     """The text of an answer. It hands out whole characters, and nothing that may become a stop sequence."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], hidden: frozenset[int] | None = None) -> None:
         self._tokenizer, self._stop = tokenizer, stop
+        self._hidden = hidden_tokens(tokenizer) if hidden is None else hidden
         self._tokens: list[int] = []
         # The last tokens that had text are decoded again before new ones, whose text may depend on them.
         self._begin = self._end = 0
@@ -40,6 +65,8 @@ class Text:
 
     def add(self, token: int) -> tuple[str, bool]:
         """Return what may be shown after another token, and whether the text has come to a stop sequence."""
+        if token in self._hidden:
+            return "", False
         self._tokens.append(token)
         new = self._new()
         is_part = new.endswith("\ufffd") and len(self._tokens) - self._end < MOST_PARTS
@@ -68,7 +95,7 @@ class Text:
     def _new(self) -> str:
         """Return the text of the tokens that were not decoded with their neighbours yet."""
         before, text = (
-            self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
             for tokens in (self._tokens[self._begin : self._end], self._tokens[self._begin :])
         )
         return text[len(before) :]

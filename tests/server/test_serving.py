@@ -1,4 +1,4 @@
-"""examples/server: clients over HTTP, many at once, on one engine."""
+"""kvcache.server: clients over HTTP, many at once, on one engine."""
 
 import contextlib
 import functools
@@ -21,17 +21,19 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from support.example_server import KEYS, RUN, Client, main, served, server, serving, stream, text  # noqa: E402 - it needs those
+from support.repository_model import MODEL  # noqa: E402 - they need those
+from support.serving import KEYS, Client, served, serving, stream  # noqa: E402
 
 from kvcache import CacheFullError  # noqa: E402
+from kvcache.server import listening, text  # noqa: E402
 
-CANCELLED = 'server_requests_total{reason="cancelled",tenant="one"}'
+CANCELLED = 'vllm:request_success_total{finished_reason="cancelled",tenant="one"}'
 PROMPTS = [f"{speaker}:\nWhat say you to {n}?\n\n" for n in range(5) for speaker in ("ROMEO", "JULIET")]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return served.load(main.EXAMPLE)
+    return served.load(MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,10 @@ def test_a_stream_has_the_same_text(client, is_chat):
     assert len(pieces) > 10
     assert last["usage"]["completion_tokens"] == 40
     assert last["choices"] == []
-    texts = [one["choices"][0]["delta"]["content"] if is_chat else one["choices"][0]["text"] for one in pieces]
+    if is_chat:
+        assert [one["choices"][0]["delta"].get("role") for one in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+    choices = [one["choices"][0] for one in pieces]
+    texts = [one["delta"].get("content", "") if is_chat else one["text"] for one in choices]
     [choice] = whole["choices"]
     assert "".join(texts) == (choice["message"]["content"] if is_chat else choice["text"])
     assert [one["choices"][0]["finish_reason"] for one in pieces] == [None] * (len(pieces) - 1) + ["length"]
@@ -149,14 +154,14 @@ def test_a_client_that_goes_away(client, slow, is_stream):
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-one\r\nContent-Length: {len(data)}"
         )
         connection.sendall(head.encode() + b"\r\n\r\n" + data)
-        while not client.server.server.calls:
+        while not client.server.server.answering:
             time.sleep(0.005)
         if is_stream:
             assert connection.recv(100)
-        [call] = client.server.server.calls
+        [call] = client.server.server.answering
         assert client.complete("JULIET:\n")["choices"][0]["finish_reason"] == "length"
     client.wait_until_idle()
-    assert len(call.request.tokens) < 1900
+    assert len(call.choices[0].request.tokens) < 1900
     for _ in range(1000):
         if before is None or client.metric(CANCELLED) == before + 1:
             return
@@ -221,7 +226,7 @@ def test_a_full_cache_lets_requests_wait(model):
         with ThreadPoolExecutor(10) as pool:
             together = [*pool.map(lambda body: client.ask("/v1/completions", body), bodies)]
         assert [(status, one["choices"]) for status, one in together] == [(s, one["choices"]) for s, one in alone]
-        assert client.metric("server_num_preempted") > 0
+        assert client.metric("vllm:num_preemptions_total") > 0
         status, body = client.ask("/v1/completions", {"prompt": "x" * 400, "max_tokens": 100})
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         client.wait_until_idle()
@@ -234,7 +239,7 @@ BAD = {
     "no object": ([1], {}, 400, None),
     "no prompt": ({}, {}, 400, "prompt"),
     "an empty prompt": ({"prompt": ""}, {}, 400, "prompt"),
-    "two prompts": ({"prompt": ["a", "b"]}, {}, 400, "prompt"),
+    "two prompts, one of which is none": ({"prompt": ["a", 7]}, {}, 400, "prompt"),
     "tokens that are none": ({"prompt": [1, 256]}, {}, 400, "prompt"),
     "half a character": (b'{"prompt": "\\ud800"}', {}, 400, "prompt"),
     "another model": ({"prompt": "a", "model": "gpt"}, {}, 404, "model"),
@@ -246,10 +251,9 @@ BAD = {
     "an empty stop": ({"prompt": "a", "stop": [""]}, {}, 400, "stop"),
     "a seed that is none": ({"prompt": "a", "seed": 0.5}, {}, 400, "seed"),
     "a stream that is none": ({"prompt": "a", "stream": 1}, {}, 400, "stream"),
-    "several answers": ({"prompt": "a", "n": 2}, {}, 400, "n"),
-    "no logprobs but the token's own": ({"prompt": "a", "logprobs": 0}, {}, 400, "logprobs"),
-    "an unknown field": ({"prompt": "a", "top_k": 2}, {}, 400, "top_k"),
-    "a chat's field": ({"prompt": "a", "messages": []}, {}, 400, "messages"),
+    "no answers": ({"prompt": "a", "n": 0}, {}, 400, "n"),
+    "an unknown field": ({"prompt": "a", "mirostat": 2}, {}, 400, "mirostat"),
+    "a chat's field": ({"prompt": "a", "messages": [1]}, {}, 400, "messages"),
     "options of no stream": ({"prompt": "a", "stream_options": {}}, {}, 400, "stream_options"),
     "an option of streams that is none": (
         {"prompt": "a", "stream": True, "stream_options": {"include_usage": 1}}, {}, 400, "include_usage",
@@ -258,7 +262,7 @@ BAD = {
         {"prompt": "a", "stream": True, "stream_options": {"chunks": 2}}, {}, 400, "stream_options",
     ),
     "half a character in a field's name": (b'{"prompt": "a", "\\ud800": 1}', {}, 400, "?"),
-    "a body of 2 MB": ({"prompt": "a" * (2 << 20)}, {}, 413, None),
+    "a body of 9 MB": ({"prompt": "a" * (9 << 20)}, {}, 413, None),
     "no such page": ({}, {"path": "/v1/none"}, 404, None),
     "another method": (None, {"path": "/v1/completions", "method": "GET"}, 405, None),
     "no messages": ({"messages": []}, {"path": "/v1/chat/completions"}, 400, "messages"),
@@ -275,7 +279,7 @@ BAD = {
         {"messages": [{"role": "user", "content": "a", "name": 1}]}, {"path": "/v1/chat/completions"}, 400, "messages",
     ),
     "an unknown field of a message": (
-        {"messages": [{"role": "user", "content": "a", "tool_calls": []}]},
+        {"messages": [{"role": "user", "content": "a", "mood": "sad"}]},
         {"path": "/v1/chat/completions"}, 400, "messages",
     ),
 }  # fmt: skip
@@ -318,7 +322,7 @@ def test_values_are_quoted_in_part(client, field, value):
 
 def test_an_error_of_the_server(client, monkeypatch):
     """The client gets no traceback."""
-    monkeypatch.setattr(client.server.server.served, "tokens_of", lambda _: 1 / 0)
+    monkeypatch.setattr(client.server.server.served, "prompts_of", lambda _: 1 / 0)
     status, answer = client.ask("/v1/completions", {"prompt": "a"})
     assert (status, answer["error"]["message"], answer["error"]["type"]) == (500, "the server failed", "server_error")
 
@@ -346,12 +350,12 @@ def test_a_client_that_goes_away_in_its_request(client, caplog):
 
 def test_models_health_and_metrics(client):
     assert client.ask("/health") == (200, {"status": "ok"})
-    assert client.ask("/v1/models")[1]["data"][0]["id"] == "kvcache-example"
+    assert client.ask("/v1/models")[1]["data"][0]["id"] == "a-model"
     client.complete("ROMEO:\n", max_tokens=3)
-    assert client.metric("server_num_generated") >= 3
-    assert client.metric("server_running") == 0
+    assert client.metric("vllm:generation_tokens_total") >= 3
+    assert client.metric("vllm:num_requests_running") == 0
     assert client.metric('kvcache_prefix_requests_total{tenant="one"}') >= 1
-    assert client.metric('server_requests_total{reason="length",tenant="one"}') >= 1
+    assert client.metric('vllm:request_success_total{finished_reason="length",tenant="one"}') >= 1
 
 
 def test_a_file_without_keys_serves_nobody(model):
@@ -362,7 +366,7 @@ def test_a_file_without_keys_serves_nobody(model):
 
 def test_a_client_that_goes_away_when_its_request_is_put_back(model, monkeypatch):
     """The cache is full, and the client of the youngest request leaves in the same step: nothing more is generated."""
-    runs = served.Served("kvcache-example", *model, capacity=256)
+    runs = served.Served("a-model", *model, capacity=256)
     options = {"max_new_tokens": 150, "do_sample": False}
     feed, has_both = runs.engine._packed.feed, threading.Event()
 
@@ -435,7 +439,7 @@ def test_more_requests_than_may_wait(model, monkeypatch):
 
 def test_answers_that_take_longer_than_a_shutdown(model, slow, monkeypatch):
     """They say that the server is shutting down, as a whole answer and as a stream, whoever goes away meanwhile."""
-    monkeypatch.setattr(server, "GRACE", 0.5)
+    monkeypatch.setattr(listening, "GRACE", 0.5)
     with ThreadPoolExecutor() as pool, serving(model) as client:
         client.server.config.timeout_graceful_shutdown = 100  # however long the clients take to read the error
         body = {"prompt": "ROMEO:\n", "max_tokens": 1000}
@@ -443,7 +447,7 @@ def test_answers_that_take_longer_than_a_shutdown(model, slow, monkeypatch):
         leaves, _ = client.open("/v1/completions", {**body, "stream": True})
         connection, response = client.open("/v1/completions", {**body, "stream": True})
         with contextlib.closing(connection):
-            while len(client.server.server.calls) < 3:
+            while len(client.server.server.answering) < 3:
                 time.sleep(0.01)
             client.server.should_exit = True
             leaves.close()
@@ -454,7 +458,7 @@ def test_answers_that_take_longer_than_a_shutdown(model, slow, monkeypatch):
 
 
 def test_half_a_body_at_a_shutdown(model, monkeypatch, caplog):
-    monkeypatch.setattr(server, "GRACE", 0.5)
+    monkeypatch.setattr(listening, "GRACE", 0.5)
     with serving(model, 512, None) as client, socket.create_connection(("127.0.0.1", client.port)) as connection:
         client.server.config.timeout_graceful_shutdown = 100  # however long the client takes to read the error
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
@@ -478,8 +482,8 @@ def test_a_key_of_other_letters(model):
     ("arguments", "keys", "said"),
     [
         (["no-folder"], None, "there is no folder no-folder"),
-        (["--port", "65536"], None, "--port 65536: must be from 0 to 65535"),
-        (["--capacity", "0"], None, "capacity=0: must be at least 1"),
+        (["--port", "65536"], None, "65536 is not in the range"),
+        (["--capacity", "0"], None, "0 is not in the range"),
         (["--capacity", "129"], None, "leaves no room for a request beside all quotas"),
         (["--keys", "no-file"], None, "no-file"),
         ([], "{", "is no JSON"),
@@ -496,37 +500,45 @@ def test_a_key_of_other_letters(model):
         ([], {"sk": {"name": "a"}, "pk": {"name": "a"}}, "two keys have the same name"),
     ],
 )
-def test_options_that_serve_nobody(tmp_path, capsys, arguments, keys, said):
+def test_options_that_serve_nobody(tmp_path, capsys, monkeypatch, arguments, keys, said):
     if keys is not None:
         file = tmp_path / "keys.json"
         file.write_text(keys if isinstance(keys, str) else json.dumps(keys))
         arguments = [*arguments, "--keys", str(file)]
     with pytest.raises(SystemExit) as caught:
-        main.main(["--port", "0", *arguments])
+        run_command(monkeypatch, "--port", "0", *(arguments if "no-folder" in arguments else [str(MODEL), *arguments]))
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_said_before_anything_else(capsys):
+def test_a_port_in_use_is_said_before_anything_else(capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SystemExit) as caught:
-            main.main(["--port", str(port)])
+            run_command(monkeypatch, str(MODEL), "--port", str(port))
     assert caught.value.code == 2
     said = capsys.readouterr().err
     assert f"--host 127.0.0.1 --port {port}: Address already in use" in said
     assert "startup complete" not in said
 
 
+def run_command(monkeypatch, *arguments):
+    """Run ``kvcache serve`` in this process."""
+    from kvcache.tools import cli
+
+    monkeypatch.setattr(sys, "argv", ["kvcache", "serve", *arguments])
+    cli.main()
+
+
 def test_it_shuts_down(tmp_path):
     """With an answer on its way, which is completed or says why not; nothing is printed but the log."""
     (tmp_path / "keys.json").write_text(json.dumps(KEYS))
-    command = [sys.executable, "-c", RUN, "--port", "0", "--keys", tmp_path / "keys.json"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "kvcache", "serve", MODEL, "--port", "0", "--keys", tmp_path / "keys.json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         log = []
-        for line in process.stderr:
+        for line in process.stdout:
             log.append(line)
-            if found := re.search(r"running on http://127.0.0.1:(\d+)", line):
+            if found := re.search(r"http://127.0.0.1:(\d+)", line):
                 break
         client = Client(int(found[1]))
         connection, response = client.open(
@@ -536,6 +548,6 @@ def test_it_shuts_down(tmp_path):
             process.send_signal(signal.SIGTERM)
             data = response.read().decode()
         assert data.endswith("data: [DONE]\n\n") or "shutting down" in data
-        rest = process.stderr.read()
+        rest = process.stdout.read()
         assert process.wait(60) in (0, -signal.SIGTERM)
     assert "Traceback" not in "".join([*log, rest])

@@ -1,0 +1,133 @@
+"""The JSON of answers, whole or in pieces, as OpenAI's interface has it."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from kvcache.server.speech import Call
+
+
+class Answer:
+    """Makes the JSON of an answer."""
+
+    def __init__(self, model: str, is_chat: bool, is_stream: bool) -> None:
+        self._is_chat = is_chat
+        kind = "chat.completion" if is_chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if is_chat and is_stream else kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    @property
+    def id(self) -> str:
+        """The answer's name, which logs have too."""
+        return self._head["id"]  # type: ignore[return-value]
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return an answer."""
+        return {**self._head, "choices": choices, "usage": usage}
+
+    def piece(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return a piece of an answer."""
+        return {**self._head, "choices": choices, **more}
+
+    def choice(self, index: int, pieces: list[Piece], reason: str) -> dict[str, Any]:
+        """Return one of the whole answers to a prompt."""
+        logprobs = joined([one.logprobs for one in pieces])
+        if not self._is_chat:
+            said = "".join(one.text for one in pieces)
+            return {"index": index, "text": said, "logprobs": logprobs, "finish_reason": reason}
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        for one in pieces:
+            if one.kind == "call":
+                message.setdefault("tool_calls", []).append(called(one.call))
+            else:
+                message[one.kind] = (message.get(one.kind) or "") + one.text
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def role(self, index: int) -> dict[str, Any]:
+        """Return the first piece of a chat's choice, which says who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, index: int, piece: Piece | None, num_calls: int, reason: str | None = None) -> dict[str, Any]:
+        """Return a piece of a choice; `num_calls`: how many calls of tools came before it."""
+        found: dict[str, Any] = {"index": index, "logprobs": piece and piece.logprobs, "finish_reason": reason}
+        if not self._is_chat:
+            return {**found, "text": "" if piece is None else piece.text}
+        if piece is None:
+            return {**found, "delta": {}}
+        if piece.kind == "call":
+            return {**found, "delta": {"tool_calls": [{"index": num_calls, **called(piece.call)}]}}
+        return {**found, "delta": {piece.kind: piece.text}}
+
+
+class Piece:
+    """What an answer goes on with: text of a kind (content, reasoning_content), or a call of a tool."""
+
+    def __init__(self, kind: str, text: str = "", call: Call | None = None, logprobs: Any = None) -> None:
+        self.kind, self.text, self.call, self.logprobs = kind, text, call, logprobs
+
+
+def called(call: Call | None) -> dict[str, Any]:
+    """Return the JSON of a call."""
+    assert call is not None
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def joined(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the probabilities of several pieces as those of one."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, values in (part or {}).items():
+            found.setdefault(name, []).extend(values)
+    return found or None
+
+
+def chat_logprobs(tokens: list[tuple[bytes, Any]], names: Any) -> dict[str, Any]:
+    """Return the probabilities of tokens as chats have them; `names` returns the bytes of a token."""
+
+    def one(data: bytes, logprob: float) -> dict[str, Any]:
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": [*data]}
+
+    content = [
+        {**one(data, its.logprob), "top_logprobs": [one(names(token), value) for token, value in its.top]}
+        for data, its in tokens
+    ]
+    return {"content": content}
+
+
+def text_logprobs(tokens: list[tuple[bytes, Any]], names: Any, offset: int) -> dict[str, Any]:
+    """Return the probabilities of tokens as completions have them; `offset`: characters before them."""
+    texts = [data.decode(errors="replace") for data, _ in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [its.logprob for _, its in tokens],
+        "top_logprobs": [
+            {names(token).decode(errors="replace"): value for token, value in its.top} for _, its in tokens
+        ],
+        "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+    }
+
+
+def events(bodies: Iterable[Any]) -> str:
+    """Return bodies as events of a stream."""
+    return "".join(f"data: {body if isinstance(body, str) else json.dumps(body)}\n\n" for body in bodies)
+
+
+def usage_of(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
+    """Return what a request has used."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

@@ -1,0 +1,109 @@
+"""The command ``kvcache serve``: it loads a model, says what it serves, and listens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from kvcache.columns import WIDTH, columns, wrap
+from kvcache.errors import sentence
+from kvcache.server.application import Limits, Server
+from kvcache.server.keys import read_keys
+from kvcache.server.listening import HttpServer
+from kvcache.server.log import configuration
+from kvcache.server.model import Served, kept_prompts, load
+from kvcache.system import available_memory, readable
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says."""
+
+    model: Path
+    name: str | None = None  # that clients give; None: the folder's
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Path | None = None
+    capacity: int = 1 << 15  # tokens
+    dtype: str | None = None
+    select: int | None = None
+    prompts: str | None = None
+    store: str | None = None
+    limits: Limits = field(default_factory=Limits)
+    log_json: bool = False
+
+
+def make(options: Options) -> Server:
+    """Load the model, and make the application; raise ValueError for options with which no request could be served."""
+    if options.model.suffix == ".gguf" or (options.model.is_dir() and _has_gguf_alone(options.model)):
+        raise ValueError(
+            f"{options.model} is for llama.cpp: kvcache-llama-server serves a GGUF, with -m FILE; see docs/server.md"
+        )
+    keys = None if options.keys is None else read_keys(options.keys)
+    model, tokenizer = load(options.model)
+    how: dict[str, Any] = {"dtype": options.dtype, "select": options.select, "prompts": options.prompts}
+    how = {name: value for name, value in how.items() if value is not None or name == "dtype"}
+    engine: dict[str, Any] = {"max_running": options.limits.max_running, "max_waiting": options.limits.max_running}
+    if options.store is not None:
+        engine["prefix"] = kept_prompts(model, options.model, options.store, capacity=options.capacity, **how)
+    name = options.name or options.model.resolve().name
+    served = Served(name, model, tokenizer, capacity=options.capacity, **how, **engine)
+    try:
+        return Server(served, keys, options.limits)
+    except BaseException:
+        served.engine.close()
+        raise
+
+
+def _has_gguf_alone(folder: Path) -> bool:
+    return not (folder / "config.json").exists() and any(folder.glob("*.gguf"))
+
+
+def serve(options: Options) -> None:
+    """Serve until a signal says to stop."""
+    transformers.logging.set_verbosity_error()  # it would warn with each request
+    transformers.logging.disable_progress_bar()
+    check_address(options.host, options.port)  # before the model is loaded
+    server = make(options)
+    where: dict[str, Any] = {"host": options.host, "port": options.port}
+    http = HttpServer(
+        server, lambda port: print(opening(server, options, port), flush=True),
+        log_config=configuration(options.log_json), **where,
+    )  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):
+        http.run()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ValueError if nothing can listen there."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {sentence(error)}") from None
+
+
+def opening(server: Server, options: Options, port: int) -> str:
+    """Return what is served, where, in how much memory, and a command to try."""
+    served, cache = server.served, server.engine.prefix.cache
+    size = options.capacity * sum(layer.bytes_per_token for layer in cache.layers)
+    free, source = available_memory()
+    where = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{port}"
+    key = "" if server.tenants.is_open else " -H 'Authorization: Bearer KEY'"
+    if served.tokenizer.chat_template:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 50}
+    else:
+        path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 50}
+    says = [
+        f"{served.name} on {where}/v1, for {'anybody' if server.tenants.is_open else 'clients with a key'}",
+        f"room for {options.capacity:,} tokens of all requests, {readable(size)} of the {readable(free)} that are free "
+        f"({source}); a request has at most {served.context:,}",
+    ]
+    lines = [wrap(one, columns(WIDTH), rest="  ") for one in says]
+    return "\n".join([*lines, f"try: curl {where}/v1/{path}{key} -d '{json.dumps(body)}'"])

@@ -1,0 +1,116 @@
+"""What changes the scores of tokens before one is drawn; it runs in the engine's thread."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache.server.errors import ApiError
+from kvcache.server.speech import HERMES, LLAMA, Format
+
+# Models would go on with blanks for ever, where a grammar lets them.
+SPARINGLY = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,12}"}}
+
+
+class Penalties:
+    """Adds a bias to tokens, and takes from tokens that the answer has already, as OpenAI's interface defines it."""
+
+    def __init__(self, num_prompt: int, presence: float, frequency: float, bias: dict[int, float]) -> None:
+        self._num_prompt, self._presence, self._frequency = num_prompt, presence, frequency
+        self._tokens, self._values = torch.tensor([*bias], dtype=torch.long), torch.tensor([*bias.values()])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the next token, ``[1, vocabulary]``."""
+        scores[0, self._tokens] += self._values
+        answer: Any = input_ids[0, self._num_prompt :]
+        tokens, times = answer.unique(return_counts=True)
+        scores[0, tokens] -= self._presence + self._frequency * times
+        return scores
+
+
+class Grammars:
+    """Makes what keeps an answer within a grammar, by llguidance, for a model's tokenizer."""
+
+    def __init__(self, tokenizer: Any, num_tokens: int, end: int | list[int] | None) -> None:
+        self._tokenizer, self._num_tokens, self._end = tokenizer, num_tokens, end
+        self._made: Any = None
+
+    def of_schema(self, schema: dict[str, Any], param: str) -> Grammar:
+        """Return what keeps an answer within a schema of JSON."""
+        return self._grammar(json.dumps({"grammars": [{"json_schema": {**schema, **SPARINGLY}}]}), param)
+
+    def of_calls(self, format: Format, tools: list[dict[str, Any]]) -> Grammar:
+        """Return what makes an answer a call of one of these tools."""
+        calls = []
+        for tool in tools:
+            function = tool["function"]
+            schema = function.get("parameters") or {"type": "object"}
+            properties = {"name": {"const": function["name"]}, format.arguments: schema}
+            calls.append(
+                {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+            )
+        call = json.dumps({**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **SPARINGLY})
+        if format is LLAMA:
+            rule = "start: call"
+        elif format is HERMES:
+            rule = 'start: "<tool_call>\\n" call "\\n</tool_call>"'
+        else:
+            marker = self._tokenizer.convert_tokens_to_ids(format.opening)
+            rule = f'start: <[{marker}]> "[" call "]"'
+        return self._grammar(f"{rule}\ncall: %json {call}\n", "tools", is_lark=True)
+
+    def _grammar(self, grammar: str, param: str, is_lark: bool = False) -> Grammar:
+        try:
+            from llguidance import LLMatcher, hf
+        except ModuleNotFoundError:
+            message = "the server lacks llguidance: its operator installs kvcache[serve]"
+            raise ApiError(f"{param}: {message}", param, status=501) from None
+        if self._made is None:  # takes about a second
+            try:
+                self._made = hf.from_tokenizer(self._tokenizer, n_vocab=self._num_tokens, eos_token=self._end)
+            except Exception as error:
+                raise ApiError(f"{param}: the model's tokenizer takes no grammar: {error}", param, status=501) from None
+        matcher = LLMatcher(self._made, LLMatcher.grammar_from_lark(grammar) if is_lark else grammar, log_level=0)
+        if matcher.is_error():
+            raise ApiError(f"{param}: {matcher.get_error().splitlines()[0]}", param)
+        return Grammar(matcher, self._num_tokens)
+
+
+class Grammar:
+    """Keeps an answer within a grammar: it changes the scores of tokens, and `ends` says when the answer is complete.
+
+    With `behind`, a token such as the end of thoughts, what comes before that token is free.
+    """
+
+    def __init__(self, matcher: Any, num_tokens: int, behind: int | None = None) -> None:
+        self._matcher, self._num_tokens, self._behind = matcher, num_tokens, behind
+        self._is_free = behind is not None
+        self._mask = np.full((num_tokens + 31) // 32, -1, np.int32)
+
+    def copy(self, behind: int | None) -> Grammar:
+        """Return one for another answer."""
+        return Grammar(self._matcher.deep_copy(), self._num_tokens, behind)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the next token, ``[1, vocabulary]``, without tokens that the grammar does not have."""
+        if self._is_free:
+            return scores
+        self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        allowed = np.zeros(scores.shape[1], np.bool_)  # a model may have more scores than tokens
+        allowed[: self._num_tokens] = bits[: self._num_tokens]
+        return scores.masked_fill(torch.from_numpy(~allowed), -torch.inf)
+
+    def ends(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        """Take the last token, and return whether it completes the answer, ``[1]``."""
+        token = int(input_ids[0, -1])
+        if self._is_free:
+            self._is_free = token != self._behind
+            return torch.tensor([False])
+        self._matcher.consume_token(token)
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error().splitlines()[0]}")
+        return torch.tensor([self._matcher.is_stopped()])

@@ -1,0 +1,117 @@
+"""API keys: who has one, what is kept for it, and what it has pinned."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvcache import CacheFullError, PrefixCache
+from kvcache.server.errors import ApiError
+from kvcache.server.model import Served
+
+LIMITS = {"quota": 0, "max_requests": 1, "pinned": 0}  # whole numbers that a key may have, each with its least
+
+
+def read_keys(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the API keys of a file, which no message quotes; raise ValueError for settings that there are not."""
+    try:
+        keys: Any = json.loads(path.read_bytes(), object_pairs_hook=distinct)
+        json.dumps(keys, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half of a character
+        raise ValueError(f"{path} has text that UTF-8 cannot encode") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON of keys: {error}") from None
+    settings: list[Any] = [*keys.values()] if isinstance(keys, dict) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in settings):
+        raise ValueError(f"{path} must have an object of keys, each of which has an object with a name")
+    for one in settings:
+        if unknown := one.keys() - LIMITS.keys() - {"name"}:
+            raise ValueError(f"{path}: {one['name']} has a field {min(unknown)!r}, which there is not")
+        for field, least in LIMITS.items():
+            value = one.get(field, least)
+            if type(value) is not int or not least <= value < 1 << 31:
+                raise ValueError(
+                    f"{path}: {field} of {one['name']} must be a whole number from {least} to {(1 << 31) - 1}"
+                )
+    if len({one["name"] for one in settings}) < len(settings):  # counters tell tenants apart by their names
+        raise ValueError(f"{path}: two keys have the same name")
+    return dict(keys)
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raise ValueError if a field is there twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key or a field is there twice")
+    return found
+
+
+class Tenant:
+    """Who has a key: a part of the cache that is kept for it, so many requests at once, and prompts that it pinned."""
+
+    def __init__(
+        self, served: Served, key: str, name: str, quota: int = 0, max_requests: float = 16, pinned: int = 0
+    ) -> None:
+        self.key, self.name, self.max_requests, self.max_pinned = key.encode(), name, max_requests, pinned
+        self.prefix: PrefixCache = served.tenant(b"tenant " + self.key, quota)
+        served.reserve(pinned)
+        self.num_requests = 0
+        self._pins: dict[tuple[int, ...], tuple[int, asyncio.TimerHandle]] = {}
+
+    @property
+    def num_pinned(self) -> int:
+        """How many tokens are pinned."""
+        return sum(num for num, _ in self._pins.values())
+
+    def check_requests(self) -> None:
+        """Raise if the key has as many requests as it may."""
+        if self.num_requests >= self.max_requests:
+            message = f"the key has {self.num_requests} requests already, its most: wait until one has ended"
+            raise ApiError(message, status=429, code="rate_limit_exceeded")
+
+    def pin(self, tokens: list[int], seconds: float) -> None:
+        """Keep the first tokens of a prompt for so long, or for longer, if that is within the key's limit."""
+        name = tuple(tokens)
+        num, timer = self._pins.get(name, (0, None))
+        if timer is None:
+            if self.num_pinned + len(tokens) > self.max_pinned:
+                return
+            try:
+                num = self.prefix.pin(tokens)
+            except CacheFullError:
+                return
+        else:
+            timer.cancel()
+        again = asyncio.get_running_loop().call_later(seconds, self._unpin, name)
+        self._pins[name] = num, again
+
+    def _unpin(self, name: tuple[int, ...]) -> None:
+        del self._pins[name]
+        self.prefix.unpin(name)
+
+
+class Tenants:
+    """All who may ask. Without keys there is one, for everybody, which pins nothing."""
+
+    def __init__(self, served: Served, keys: dict[str, dict[str, Any]] | None) -> None:
+        self.is_open = keys is None
+        named = {"": {"name": "all", "max_requests": math.inf}} if keys is None else keys
+        self._all = [Tenant(served, key, **settings) for key, settings in named.items()]
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._all)
+
+    def of(self, authorization: str) -> Tenant:
+        """Return whose key a header has."""
+        if self.is_open:
+            return self._all[0]
+        kind, _, key = authorization.strip().partition(" ")
+        given = key.strip().encode("latin-1")
+        found = [one for one in self._all if hmac.compare_digest(one.key, given)]
+        if kind.lower() != "bearer" or not found:
+            raise ApiError("the API key is missing or wrong", status=401, code="invalid_api_key")
+        return found[0]

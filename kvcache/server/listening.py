@@ -1,0 +1,96 @@
+"""uvicorn's server: it drains when it is told to stop, and closes connections that ask for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvcache.server.application import Server
+from kvcache.server.log import logger
+
+GRACE = 5.0  # seconds that answers have once the server is told to stop
+
+
+class Protocol(H11Protocol):
+    """Closes a connection whose request's headers do not come in time."""
+
+    def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._await_request()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait on for the rest of the headers, from when their first byte came."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget_timer()
+        elif self._timer is None:
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing more."""
+        self._forget_timer()
+        super().connection_lost(exc)
+
+    def _await_request(self) -> None:
+        self._timer = self.loop.call_later(self._seconds, self._close)
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close(self) -> None:
+        self._timer = None
+        if (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing():
+            self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server. Once it is told to stop, answers have `GRACE` seconds; the others end with an error."""
+
+    def __init__(self, server: Server, say: Callable[[int], object] = lambda port: None, **options: Any) -> None:
+        """Make it; `say` is told the port once it listens."""
+        protocol: Any = partial(Protocol, seconds=server.limits.read_timeout)
+        # A client that reads slowly has as long again to read the error.
+        options = {"timeout_graceful_shutdown": math.ceil(2 * GRACE), "http": protocol, "access_log": False, **options}
+        super().__init__(uvicorn.Config(server.app(), **options))
+        self.server, self._say = server, say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        if self.started:
+            self._say(self.servers[0].sockets[0].getsockname()[1] if self.servers else 0)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop; a second Ctrl-C ends the process at once."""
+        if self.should_exit and sig == signal.SIGINT:
+            print("kvcache: ended before all answers were", file=sys.stderr, flush=True)
+            os._exit(130)
+        self.server.is_stopping = True
+        logger.info("stopping: answers have %g s to end", GRACE)
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers end, for so long."""
+        self.server.is_stopping = True
+        stopping = asyncio.get_running_loop().call_later(GRACE, self.server.stop)
+        await super().shutdown(sockets)
+        stopping.cancel()

@@ -1,0 +1,268 @@
+"""A model of transformers, its tokenizer, and the engine that runs requests on it."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kvcache import NotSupportedError, PrefixCache, stores
+from kvcache.errors import described
+from kvcache.hf import Engine, HFCache, Request
+from kvcache.models.fingerprint import fingerprint
+from kvcache.server.drawing import Grammar, Grammars, Penalties
+from kvcache.server.errors import ApiError
+from kvcache.server.fields import Ask, Chat
+from kvcache.server.speech import CLOSE_THOUGHTS, OPEN_THOUGHTS, Format, Speech, TemplatedSpeech, format_of
+from kvcache.server.text import Text, byte_tokenizer, hidden_tokens, token_bytes
+
+LEAST_TEMPERATURE = 1e-5  # divided by less, logits may become infinite; the most likely token is drawn instead
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """Return the model of a folder, and its tokenizer. A model without one has to have the bytes as tokens."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}")
+    has_tokenizer = any(folder.glob("tokenizer*"))
+    try:
+        num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else byte_tokenizer()
+        dtype = "auto" if has_tokenizer else torch.float32
+        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:  # a damaged file may raise any
+        raise ValueError(f"{folder} has no model that can be loaded: {described(error)}") from None
+    model, found = loaded
+    if not has_tokenizer and num_tokens != 256:
+        raise ValueError(f"{folder} has no tokenizer, and {num_tokens:,} tokens, which cannot be bytes")
+    # transformers fills these with random numbers.
+    if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+        raise ValueError(
+            f"{folder} lacks weights of the model, or has others: {', '.join(wrong[:3])} ({len(wrong)} in all)"
+        )
+    return model.eval(), tokenizer
+
+
+def kept_prompts(model: Any, folder: Path, url: str, **arguments: Any) -> PrefixCache:
+    """Return a prefix cache whose prompts outlive the server, in a store.
+
+    `arguments` are those of `HFCache.make_kv_cache`.
+    """
+    cache = HFCache.make_kv_cache(model.config, arguments.pop("dtype") or "f16", **arguments)
+    name = f"kvcache serve {fingerprint(folder)}"
+    return PrefixCache(
+        cache,
+        fingerprint=name,
+        store=stores.open(url if ":" in url else f"dir:{url}"),
+        state_bytes=HFCache.state_bytes(model),
+    )
+
+
+class Prompt:
+    """The tokens of a prompt, and how its answer begins."""
+
+    def __init__(self, tokens: list[int], text: str = "") -> None:
+        self.tokens, self.text = tokens, text  # the text of a chat
+        self.thinks = text.rstrip().endswith(OPEN_THOUGHTS)
+        self.pins: list[tuple[int, float]] = []  # how many tokens are to be pinned, and for how many seconds
+
+
+class Served:
+    """What the server runs: text becomes tokens here, and options become those of transformers.
+
+    `arguments` are those of `kvcache.hf.Engine`.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, capacity: int, **arguments: Any) -> None:
+        self.name, self.tokenizer = name, tokenizer
+        self.num_tokens = model.get_input_embeddings().num_embeddings
+        if arguments.get("prefix") is None:
+            arguments["capacity"] = capacity
+        self.engine = Engine(model, **arguments)
+        self._room = capacity - 2 * self._block_size  # a block may be shared, and another one filled in part
+        self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._defaults = model.generation_config
+        ends = self._defaults.eos_token_id
+        self._grammars = Grammars(tokenizer, min(self.num_tokens, max(len(tokenizer), 1)), ends)
+        self.format: Format | None = format_of(str(tokenizer.chat_template or ""))
+
+    @property
+    def names(self) -> list[str]:
+        """The models that clients may ask for."""
+        return [self.name]
+
+    def tenant(self, salt: bytes, num_kept: int) -> PrefixCache:
+        """Return the prefix cache of a tenant, for whom so many tokens are kept."""
+        self.reserve(num_kept)
+        return self.engine.prefix.tenant(salt, quota=num_kept)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Count tokens that requests cannot have."""
+        self._room -= num_tokens + self._block_size - 1 if num_tokens else 0  # the block in which it ends is kept whole
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a request, its answer included: as many as there is always room for, if it is alone."""
+        return self._room if self._num_positions is None else min(self._room, self._num_positions)
+
+    def room(self, ask: Ask, prompt: Prompt) -> int:
+        """Return how many tokens an answer may have; raise if a prompt and its answer exceed the context."""
+        num_prompt, name = len(prompt.tokens), "prompt" if ask.chat is None else "messages"
+        lengths, room = f"the prompt has {num_prompt} tokens and the context {self.context}", self.context - num_prompt
+        if not num_prompt:
+            raise ApiError(f"{name}: has no tokens", name)
+        if room < 1:
+            raise ApiError(
+                f"{name}: {lengths}, which leaves no room for an answer", name, code="context_length_exceeded"
+            )
+        if ask.max_tokens is None:
+            return room
+        if ask.max_tokens > room:
+            message = f"max_tokens={ask.max_tokens}: {lengths}, which leaves {room} for the answer"
+            raise ApiError(message, "max_tokens", code="context_length_exceeded")
+        return ask.max_tokens
+
+    @property
+    def _block_size(self) -> int:
+        return self.engine.prefix.cache.block_size
+
+    # ---- prompts
+
+    def prompts_of(self, ask: Ask) -> list[Prompt]:
+        """Return the prompts of a request."""
+        if ask.chat is not None:
+            return [self._prompt_of_chat(ask.chat)]
+        return [Prompt(one if isinstance(one, list) else self.tokenizer(one)["input_ids"]) for one in ask.prompts]
+
+    def _prompt_of_chat(self, chat: Chat) -> Prompt:
+        if not self.tokenizer.chat_template:
+            raise ApiError("messages: the model has no chat template: use /v1/completions", "messages")
+        if chat.tools and self.format is None and not self._parses:
+            raise ApiError("tools: the model's chat template has none", "tools")
+        text = self._rendered(chat, chat.messages, **chat.template)
+        prompt = Prompt(self._encoded(text), text)
+        for i, num_characters, seconds in chat.pins:
+            last = {**chat.messages[i], "content": chat.messages[i]["content"][:num_characters]}
+            begin = self._encoded(self._rendered(chat, [*chat.messages[:i], last]))
+            prompt.pins.append((num_common(begin, prompt.tokens), seconds))
+        return prompt
+
+    @property
+    def _parses(self) -> bool:
+        """Whether transformers reads this model's calls of tools."""
+        return getattr(self.tokenizer, "response_template", None) is not None
+
+    def _rendered(self, chat: Chat, messages: list[dict[str, Any]], **template: Any) -> str:
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tools=None if chat.choice == "none" else chat.tools, tokenize=False, **template
+            )
+        except Exception as error:  # a template may raise any
+            raise ApiError(f"messages: the model's chat template refuses them: {error}", "messages") from None
+        return text
+
+    def _encoded(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def grammar_of(self, ask: Ask) -> Grammar | None:
+        """Return the grammar of a request's answers."""
+        if ask.chat is not None and ask.chat.choice not in ("none", "auto"):
+            if self.format is None:
+                message = "the server makes no model of this kind call a tool: give auto"
+                raise ApiError(f"tool_choice: {message}", "tool_choice")
+            tools = ask.chat.tools or []
+            named = [one for one in tools if one["function"]["name"] == ask.chat.choice]
+            return self._grammars.of_calls(self.format, named or tools)
+        return None if ask.schema is None else self._grammars.of_schema(ask.schema, "response_format")
+
+    def speech_of(self, chat: Chat, prompt: Prompt) -> Speech | TemplatedSpeech:
+        """Return what tells the parts of an answer to a chat apart."""
+        if not self._parses:
+            return Speech(self.format, chat.names, prompt.thinks)
+        tools = chat.tools if chat.names else None
+        return TemplatedSpeech(self.tokenizer.get_response_parser(prefix=prompt.text, tools=tools))
+
+    def text_of(self, ask: Ask) -> Text:
+        """Return what makes text of an answer's tokens."""
+        if ask.chat is not None and self._parses:
+            return Text(self.tokenizer, ask.stop, frozenset())
+        shows_calls = ask.chat is not None and ask.chat.names and self.format is not None
+        hidden = hidden_tokens(self.tokenizer, [self.format.opening] if shows_calls and self.format else [])
+        return Text(self.tokenizer, ask.stop, hidden)
+
+    def text_of_prompt(self, ask: Ask, prompt: Prompt) -> str:
+        """Return the text of a prompt, as far as answers show text."""
+        text = self.text_of(ask)
+        return "".join(text.add(token)[0] for token in prompt.tokens) + text.end()[0]
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the text of a token, in UTF-8; a part of a character is a part of its bytes."""
+        return token_bytes(self.tokenizer, token)
+
+    # ---- requests
+
+    def try_one(self) -> None:
+        """Generate a token; raise ValueError if no request could be served."""
+        try:
+            self.engine.submit([0], max_new_tokens=1, tokenizer=self.tokenizer, **self._how({})).result()
+        except Exception as error:
+            raise ValueError(f"{self.name}: no request can be served: {error}") from None
+
+    def _how(self, given: dict[str, float]) -> dict[str, Any]:
+        """Return how tokens are drawn. What the client leaves open is as the model's generation config says."""
+        temperature = float(first(given.get("temperature"), self._defaults.temperature, 1))
+        how: dict[str, Any] = {"do_sample": temperature > LEAST_TEMPERATURE}
+        if how["do_sample"]:
+            how["temperature"] = temperature
+            how["top_p"] = float(first(given.get("top_p"), self._defaults.top_p, 1))
+            how["top_k"] = first(given.get("top_k"), self._defaults.top_k, 0)  # transformers' own default would be 50
+            how["min_p"] = first(given.get("min_p"), self._defaults.min_p, None) or None
+        if "repetition_penalty" in given:
+            how["repetition_penalty"] = float(given["repetition_penalty"])
+        return how
+
+    def submit(
+        self, prompt: Prompt, ask: Ask, max_tokens: int, seed: int | None, grammar: Grammar | None, tenant: PrefixCache
+    ) -> Request:
+        """Begin an answer."""
+        how = self._how(ask.drawing) | {"max_new_tokens": max_tokens, "tokenizer": self.tokenizer}
+        processors: list[Any] = []
+        if ask.presence_penalty or ask.frequency_penalty or ask.bias:
+            penalties = ask.presence_penalty, ask.frequency_penalty, ask.bias
+            processors.append(Penalties(len(prompt.tokens), *penalties))
+        if grammar is not None:
+            behind = self.tokenizer.convert_tokens_to_ids(CLOSE_THOUGHTS) if prompt.thinks else None
+            grammar = grammar.copy(behind)
+            processors.append(grammar)
+            how["stopping_criteria"] = [grammar.ends]
+        if ask.min_tokens:
+            how["min_new_tokens"] = ask.min_tokens
+        if ask.ignores_end:
+            how["eos_token_id"] = -1  # None would be the model's own
+        try:
+            return self.engine.submit(
+                prompt.tokens,
+                tenant=tenant,
+                seed=seed,
+                num_logprobs=ask.num_logprobs,
+                logits_processor=processors,
+                **how,
+            )
+        except queue.Full:
+            raise ApiError("too many requests wait: try again later", status=503, code="overloaded") from None
+        except (NotSupportedError, ValueError) as error:  # as a generation config that asks for beams
+            raise ApiError(str(error)) from None
+
+
+def first(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def num_common(a: list[int], b: list[int]) -> int:
+    """Return how many first tokens two prompts have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

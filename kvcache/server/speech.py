@@ -1,0 +1,234 @@
+"""Tell an answer's parts apart while it comes: thoughts, calls of tools, and what is said."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool; `arguments` are JSON."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])  # templates of Mistral take nine characters
+
+
+@dataclass(frozen=True)
+class Format:
+    """How models of a family write calls: from `opening` to `closing`, or to the end of the answer."""
+
+    name: str
+    opening: str
+    closing: str | None
+    arguments: str  # the field that has them
+
+    def read(self, body: str) -> list[tuple[str, Any]] | None:
+        """Return the names and arguments of the calls in a text, or None if it has others than calls."""
+        values = _values(body, names=self.name == "mistral")
+        calls = [call for value in values or () for call in (value if isinstance(value, list) else [value])]
+        found = [self._call(one) for one in calls]
+        return [one for one in found if one] if found and all(found) else None
+
+    def _call(self, value: Any) -> tuple[str, Any] | None:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        arguments = value.get(self.arguments, {})
+        if isinstance(arguments, str):  # JSON within JSON
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                return None
+        return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+HERMES = Format("hermes", "<tool_call>", "</tool_call>", "arguments")
+MISTRAL = Format("mistral", "[TOOL_CALLS]", None, "arguments")
+LLAMA = Format("llama", "<|python_tag|>", None, "parameters")  # or nothing, where an object begins the answer
+
+
+def format_of(template: str) -> Format | None:
+    """Return how a model writes calls, by its chat template."""
+    if HERMES.opening in template:
+        return HERMES
+    if MISTRAL.opening in template:
+        return MISTRAL
+    if '"parameters"' in template or LLAMA.opening in template:
+        return LLAMA
+    return None
+
+
+class Speech:
+    """Takes the text of an answer in pieces, and returns its parts.
+
+    A part is a `Call`, or the kind of a text ("content", "reasoning_content") and the text.
+
+    Parameters
+    ----------
+    format : Format or None
+        How calls are written; None: there are none.
+    tools : list of str
+        The tools that may be called. What calls another one is said.
+    thinks : bool
+        Whether the answer begins within thoughts, which the template has opened.
+    """
+
+    def __init__(self, format: Format | None, tools: list[str], thinks: bool = False) -> None:
+        self._format, self._tools = format if tools else None, tools
+        self._mode = "thoughts" if thinks else "begin"
+        self._held = ""
+        self._skips_space = thinks
+        self.num_calls = 0
+
+    def add(self, text: str) -> list[tuple[str, str] | Call]:
+        """Return the parts that are sure now."""
+        self._held += text
+        return self._take(is_last=False)
+
+    def end(self) -> list[tuple[str, str] | Call]:
+        """Return the rest."""
+        return self._take(is_last=True)
+
+    def _take(self, is_last: bool) -> list[tuple[str, str] | Call]:
+        found: list[tuple[str, str] | Call] = []
+        while self._step(found, is_last):
+            pass
+        return found
+
+    def _step(self, found: list[tuple[str, str] | Call], is_last: bool) -> bool:
+        """Take what can be taken in this mode; return whether another mode goes on."""
+        if self._skips_space:
+            self._held = self._held.lstrip()
+            if not self._held:
+                return False
+            self._skips_space = False
+        if self._mode == "begin":
+            return self._begin(is_last)
+        if self._mode == "call":
+            return self._call(found, is_last)
+        kind = "reasoning_content" if self._mode == "thoughts" else "content"
+        closing = CLOSE_THOUGHTS if self._mode == "thoughts" else self._format.opening if self._format else None
+        at = -1 if closing is None else self._held.find(closing)
+        if closing is None or (at < 0 and is_last):
+            said, self._held = self._held, ""
+        elif at < 0:
+            said, self._held = _split_sure(self._held, closing)
+        else:
+            said, self._held = self._held[:at].rstrip(), self._held[at + len(closing) :]
+        if said:
+            found.append((kind, said))
+        if at < 0:
+            return False
+        self._mode, self._skips_space = ("said", True) if self._mode == "thoughts" else ("call", False)
+        return True
+
+    def _begin(self, is_last: bool) -> bool:
+        """See whether the answer begins with thoughts, or is a call as a whole."""
+        begun = self._held.lstrip()
+        if not is_last and (not begun or OPEN_THOUGHTS.startswith(begun)):
+            return False
+        if begun.startswith(OPEN_THOUGHTS):
+            self._mode, self._held, self._skips_space = "thoughts", begun.removeprefix(OPEN_THOUGHTS), True
+        elif self._format is LLAMA and begun.startswith("{"):
+            self._mode = "call"
+        else:
+            self._mode = "said"
+        return True
+
+    def _call(self, found: list[tuple[str, str] | Call], is_last: bool) -> bool:
+        """Read calls once they are complete; what is none is said."""
+        assert self._format is not None
+        closing = self._format.closing
+        at = -1 if closing is None else self._held.find(closing)
+        if at < 0 and not is_last:
+            return False
+        body, self._held = (self._held, "") if at < 0 or closing is None else (
+            self._held[:at], self._held[at + len(closing) :],
+        )  # fmt: skip
+        calls = self._format.read(body)
+        if calls and all(name in self._tools for name, _ in calls):
+            found += [Call(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+            self.num_calls += len(calls)
+            self._skips_space = True
+        elif body or at >= 0:
+            opening = "" if self._format is LLAMA and body.lstrip().startswith("{") else self._format.opening
+            found.append(("content", opening + body + (closing or "" if at >= 0 else "")))
+        self._mode = "said"
+        return bool(self._held)
+
+
+class TemplatedSpeech:
+    """The same by transformers' parser, for tokenizers with a response template; it needs special tokens in the text.
+
+    Parameters
+    ----------
+    parser : transformers' ResponseParser
+        What ``get_response_parser`` of the tokenizer returned for the prompt.
+    """
+
+    KINDS = {"content": "content", "thinking": "reasoning_content", "reasoning_content": "reasoning_content"}  # noqa: RUF012
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self.num_calls = 0
+
+    def add(self, text: str) -> list[tuple[str, str] | Call]:
+        """Return the parts that are sure now."""
+        return self._parts(self._parser.feed(text))
+
+    def end(self) -> list[tuple[str, str] | Call]:
+        """Return the rest. A part that breaks off, such as half of a call, is left out."""
+        try:
+            _, events = self._parser.finalize()
+        except ValueError:
+            return []
+        return self._parts(events)
+
+    def _parts(self, events: list[dict[str, Any]]) -> list[tuple[str, str] | Call]:
+        found: list[tuple[str, str] | Call] = []
+        for event in events:
+            kind = self.KINDS.get(event["field"])
+            if event["type"] == "region_chunk" and kind is not None:
+                found.append((kind, event["text"]))
+            elif event["type"] == "region_close" and event["field"] == "tool_calls":
+                value = event["value"]
+                for call in value if isinstance(value, list) else [value]:
+                    function = call.get("function", call)
+                    found.append(Call(function["name"], json.dumps(function.get("arguments", {}), ensure_ascii=False)))
+                    self.num_calls += 1
+        return found
+
+
+def _split_sure(text: str, marker: str) -> tuple[str, str]:
+    """Return what comes before a marker that the text may end in a part of, and before its blanks; and the rest."""
+    most = min(len(marker) - 1, len(text))
+    begun = next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
+    sure = text[: len(text) - begun].rstrip()
+    return sure, text[len(sure) :]
+
+
+def _values(text: str, names: bool) -> list[Any] | None:
+    """Return the values of JSON that follow each other, with blanks, ; or markers between; None if there is other text.
+
+    `names`: a name may stand before an object, which then are the arguments of its call.
+    """
+    decoder, found = json.JSONDecoder(), []
+    rest = text.strip()
+    while rest:
+        name = ""
+        if names and rest[0] not in "[{":
+            name, brace, after = rest.partition("{")
+            name, rest = name.replace("[ARGS]", "").partition("[CALL_ID]")[0].strip(), brace + after
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return None
+        found.append({"name": name, "arguments": value} if name else value)
+        rest = rest[end:].strip().removeprefix(";").strip()
+        rest = rest.removeprefix(MISTRAL.opening) if names else rest
+    return found
