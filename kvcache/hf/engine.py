@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import queue
 import threading
 from bisect import bisect, insort
 from operator import attrgetter
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self, SupportsFloat, SupportsIndex
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -67,7 +69,7 @@ class Engine:
     Attributes
     ----------
     prefix : PrefixCache
-        The prefix cache, whose `tenant` makes one for requests that must not find others' prompts.
+        The prefix cache of requests without a tenant.
 
     Notes
     -----
@@ -78,8 +80,11 @@ class Engine:
     Where memory is short, older requests have it. A waiting request begins as soon as its rows fit beside those of the
     older requests that run. Younger ones that have its rows are put back to wait. So a request waits for older ones at
     most, and the oldest one runs to its end.
-    If you switch an adapter (LoRA) or change weights, close the engine and make another one. It cannot know, and its
-    prefix cache has rows of the old weights.
+    `tenant` makes prefix caches for requests that must not find others' prompts, or that an adapter (LoRA) answers. All
+    texts of a pass have the same adapter, so a step has as many passes as adapters in use, or more. The engine switches
+    between them itself, and `close` leaves the model as it was.
+    If you switch or add an adapter or change weights, close the engine and make another one. It cannot know, and its
+    prefix caches have rows of the old weights.
 
     Examples
     --------
@@ -126,6 +131,7 @@ class Engine:
         policies = {layer.policy for layer in self.prefix.cache.layers}
         self._most_rows = max(most_rows(policy, INT32_MAX, self._prompt_tokens) for policy in policies)  # of a text
         self._changed = threading.Condition()
+        self._adapters: WeakKeyDictionary[PrefixCache, str] = WeakKeyDictionary()  # of tenants that have one
         self._waiting: list[Running] = []  # in the order of arrival, as the next ones
         self._running: list[Running] = []
         self._cancelled: set[Request] = set()
@@ -135,6 +141,41 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    def tenant(
+        self,
+        salt: bytes = b"",
+        *,
+        adapter: str | None = None,
+        quota: SupportsIndex = 0,
+        ttl: SupportsFloat | None = None,
+    ) -> PrefixCache:
+        """Return a prefix cache for requests that find no prompts of others: `submit` takes it as `tenant`.
+
+        Parameters
+        ----------
+        salt : bytes
+            The tenant. Keep it secret where tenants distrust each other.
+        adapter : str, optional
+            The name of an adapter that PEFT has put into the model. The requests get the tokens that ``generate`` gives
+            while it alone is active. By default they get those of the model as it was when the engine was made. A hash
+            of the adapter's weights and configuration is a part of each block's name, also in a store.
+        quota, ttl
+            As for `PrefixCache`: tokens that are kept for this prefix cache, and seconds after which unused ones go.
+
+        Raises
+        ------
+        ValueError
+            If the model has no such adapter, or one is merged into it; or as from `PrefixCache`.
+        """
+        if adapter is not None:
+            self._packed.adapters.check(adapter)
+            salt = hashlib.blake2b(salt, key=self._packed.adapters.fingerprint(adapter)).digest()
+        made = self.prefix.tenant(salt, quota=quota, ttl=ttl)
+        if adapter is not None:
+            with self._changed:
+                self._adapters[made] = adapter
+        return made
 
     def submit(
         self,
@@ -153,8 +194,8 @@ class Engine:
         input_ids : torch.Tensor or sequence of int
             The tokens of a prompt, ``[1, tokens]`` or ``[tokens]``.
         tenant : PrefixCache, optional
-            Whose prompts it may begin with: what `tenant` of `prefix` returned, the same for all requests of a tenant.
-            By default `prefix` itself.
+            Whose prompts it may begin with, and which adapter answers it: what `tenant` returned, the same for all
+            requests of a tenant. By default `prefix`.
         streamer : transformers streamer, optional
             Gets the prompt and the tokens in the engine's thread, as from ``generate``. An error that it raises ends
             the request.
@@ -180,14 +221,15 @@ class Engine:
             raise ValueError("the engine runs in the process that made it: this one is a child of fork")
         prefix = self.prefix if tenant is None else tenant
         if not isinstance(prefix, PrefixCache) or prefix.cache is not self.prefix.cache:
-            raise ValueError(f"tenant is {tenant!r}: give what tenant() of the engine's prefix returned")
+            raise ValueError(f"tenant is {tenant!r}: give what tenant() returned")
         with self._changed:
             self._check_room()
+            adapter = self._adapters.get(prefix)
         request = Request(self._model, input_ids, streamer, seed, num_logprobs, options)
         capacity = prefix.cache.capacity
         if capacity is not None and len(request.prompt) > capacity:
             raise ValueError(f"input_ids has {len(request.prompt)} tokens, and the cache a capacity of {capacity}")
-        request.on_cancel, added = self._cancel, Running(request, prefix)
+        request.on_cancel, added = self._cancel, Running(request, prefix, adapter)
         with self._changed:
             self._check_room()
             added.number = self._num_submitted
@@ -255,6 +297,7 @@ class Engine:
             self._is_closing = True
         for one in [*self._running, *self._waiting]:
             self._end(one, "error", RuntimeError(self._why_closed))
+        self._packed.adapters.activate(None)
         if self._owns_cache:
             self.prefix.cache.close()
         atexit.unregister(self.close)

@@ -15,6 +15,7 @@ from safetensors.torch import load, save
 from kvcache.arguments import INT32_MAX
 from kvcache.batch import Batch
 from kvcache.errors import NotSupportedError
+from kvcache.hf.adapters import Adapters
 from kvcache.hf.cache import HFCache
 from kvcache.hf.dense import why_decoded
 from kvcache.hf.passes import STALLED, ForwardPass, Passes
@@ -37,6 +38,7 @@ class Text:
         # The states of recurrent layers behind these tokens. None: the layers hold them, or have none.
         self.state: dict[str, torch.Tensor] | None = None
         self.is_alone = False  # whether it shares no pass with others
+        self.adapter: str | None = None  # of the model, which its tokens are computed with
 
     @property
     def is_answering(self) -> bool:
@@ -125,6 +127,7 @@ class Packed:
         self._passes = PackedPasses.like(made._passes)
         self._cache = made._copy_with(self._passes, {})
         self._model, self._select = model, select
+        self.adapters = Adapters(model)
         known = inspect.signature(model.forward).parameters
         if "position_ids" not in known:
             raise NotSupportedError(f"a {type(model).__name__} takes no position_ids: its texts cannot share a pass")
@@ -146,12 +149,13 @@ class Packed:
         for text, tokens in parts:
             is_one = len(tokens) == 1 and text.num_fed > 0
             alone = text if text.is_alone or (self.recurrent.layers and not is_one) else None
-            shared.setdefault((alone, self._selects(text, tokens)), []).append((text, tokens))
+            shared.setdefault((text.adapter, alone, self._selects(text, tokens)), []).append((text, tokens))
         return [*shared.values()]
 
     def feed(self, parts: Sequence[Part]) -> torch.Tensor:
         """Feed the next tokens of texts in one pass, and return the logits behind each, ``[texts, vocabulary]``.
 
+        All texts have the same adapter.
         If it raises, no text has changed, unless the model has recurrent layers: then these texts have lost their
         states, and have to begin anew. A `CacheFullError` always comes before anything changes.
         """
@@ -168,6 +172,7 @@ class Packed:
             inputs["logits_to_keep"] = 1 if self.recurrent.layers else last
         self._passes.begin(seq_ids, positions, self._selects(*parts[0]))
         try:
+            self.adapters.activate(texts[0].adapter)
             self._hold(texts)
             result = self._model(**inputs, **{CACHE: self._cache}, use_cache=True)
             self._cache.texts.check_complete()
@@ -255,9 +260,9 @@ class Packed:
 class Running(Text):
     """A request whose tokens are fed, or that waits for it."""
 
-    def __init__(self, request: Request, prefix: PrefixCache) -> None:
+    def __init__(self, request: Request, prefix: PrefixCache, adapter: str | None) -> None:
         super().__init__()
-        self.request, self._prefix = request, prefix
+        self.request, self._prefix, self.adapter = request, prefix, adapter
         self.number = 0  # in the order of arrival
         self.tokens = [*request.prompt]  # the prompt, and what was generated
         self._names = prefix.names(request.prompt)  # of its full blocks: of equal names, rows are equal

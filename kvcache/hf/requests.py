@@ -59,7 +59,7 @@ class Request:
         self, model: Any, input_ids: Any, streamer: Any, seed: SupportsIndex | None, num_logprobs: SupportsIndex | None,
         options: dict[str, Any],
     ) -> None:  # fmt: skip
-        num_tokens = model.get_input_embeddings().num_embeddings
+        num_tokens = vocab_size_of(model)
         self._ids = _tokens_of(input_ids, num_tokens)
         self.prompt: list[int] = self._ids[0].tolist()
         self.tokens: list[int] = []
@@ -252,6 +252,13 @@ def _logprobs_of(logits: torch.Tensor, token: int, num: int) -> Logprobs:
     found = logits.to(torch.float32).log_softmax(-1)
     values, tokens = found.topk(min(num, len(found)))
     return Logprobs(float(found[token]), [*zip(tokens.tolist(), values.tolist(), strict=True)])
+
+
+def vocab_size_of(model: Any) -> int:
+    """Return how many tokens a model has. An adapter may wrap its embeddings."""
+    parts = model.get_input_embeddings().modules()
+    found: int = next(part.num_embeddings for part in parts if hasattr(part, "num_embeddings"))
+    return found
 
 
 def _waker(loop: asyncio.AbstractEventLoop, changed: asyncio.Event) -> Callable[[], None]:

@@ -18,7 +18,7 @@ import kvcache
 MOST_FUNCTION_LINES = 60
 MOST_FILE_LINES = 600  # docstrings aside
 # Of kvcache/hf, with kvcache/hf/models as one file; a file is one floor above the highest that it imports.
-MOST_HF_FILES = 24
+MOST_HF_FILES = 25
 MOST_HF_FLOORS = 9
 
 LAYERS = [
