@@ -131,10 +131,10 @@ install_tools() {
 # packages environment: prints the folder of a virtual environment's packages
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
-# Adds the tested torch to the tools, and the oldest transformers that pyproject.toml allows. Makes an environment that
-# has the package index's newest release instead, and what else the tools have.
+# Adds the tested torch to the tools, what kvcache serve needs, and the oldest transformers that pyproject.toml allows.
+# Makes an environment that has the package index's newest release instead, and what else the tools have.
 install_torch() {
-    add "$tools" --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[hf]"
+    add "$tools" --constraint bench/constraints.txt "$(oldest transformers)" "$(wheel)[serve]"
     "$python" -m venv "$newest"
     packages "$tools" >"$(packages "$newest")/tools.pth"
     add "$newest" --upgrade transformers

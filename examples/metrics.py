@@ -19,7 +19,7 @@ def main() -> None:
     model = Llama.load(play["MODEL"])
     prefix = play["new_prefix_cache"](model)
     registry = CollectorRegistry()
-    registry.register(CacheCollector(prefix.cache, {"everybody": prefix}))
+    registry.register(CacheCollector(prefix.cache, {("everybody",): prefix}))
     server, _ = start_http_server(0, "127.0.0.1", registry)  # any free port: a service chooses one
     for speaker in play["SPEAKERS"]:
         play["reply"](model, prefix, play["SCENE"] + speaker)

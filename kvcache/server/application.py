@@ -19,6 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvcache import PrefixCache
 from kvcache.errors import sentence
 from kvcache.hf import Request
 from kvcache.server.answers import Answer, Piece, chat_logprobs, events, text_logprobs, usage_of
@@ -74,8 +75,10 @@ class Server:
         self.readers: set[Any] = set()  # tasks that wait for a request's body
         self.is_stopping = False
         self.registry = CollectorRegistry()
-        prefixes = {one.name: one.prefix for one in self.tenants}
-        self.registry.register(CacheCollector(self.engine.prefix.cache, prefixes))
+        prefixes: dict[tuple[str, ...], PrefixCache] = {
+            (one.name, model): prefix for one in self.tenants for model, prefix in one.prefixes.items()
+        }
+        self.registry.register(CacheCollector(self.engine.prefix.cache, prefixes, ("tenant", "model")))
         self.metrics = RequestMetrics(self.registry)
         self.registry.register(Gauges({
             "vllm:num_requests_running": ("requests that run", lambda: self.engine.stats()["running"]),
@@ -122,27 +125,21 @@ class Server:
         """End the engine, once prompts are in the store, or that takes too long."""
         end = time.monotonic() + FLUSH
         for one in self.tenants:
-            one.prefix.close(max(0.0, end - time.monotonic()))
+            for prefix in one.prefixes.values():
+                prefix.close(max(0.0, end - time.monotonic()))
         self.engine.close()
 
     # ---- small routes
 
     async def models(self, http: HttpRequest) -> Response:
         """Answer which models there are, or tell one."""
-        self.tenants.of(http.headers.get("authorization", ""))
-        names = self.served.names
-        found = [{"id": name, "object": "model", "created": 0, "owned_by": "kvcache"} for name in names]
+        tenant = self.tenants.of(http.headers.get("authorization", ""))
+        found = [{"id": name, "object": "model", "created": 0, "owned_by": "kvcache"} for name in tenant.prefixes]
         asked = http.path_params.get("name")
         if asked is None:
             return JSONResponse({"object": "list", "data": found})
-        self.check_model(asked)
+        tenant.check_model(asked)
         return JSONResponse(next(one for one in found if one["id"] == asked))
-
-    def check_model(self, name: str | None) -> None:
-        """Raise for a model that is not served."""
-        if name is not None and name not in self.served.names:
-            names = " or ".join(map(repr, self.served.names))
-            raise ApiError(f"model: there is {names} alone", "model", status=404, code="model_not_found")
 
     async def health(self, http: HttpRequest) -> Response:
         """Answer whether the engine is alive."""
@@ -180,7 +177,7 @@ class Server:
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         ask = read(body, is_chat, self.served.num_tokens)
-        self.check_model(ask.model)
+        tenant.check_model(ask.model)
         prompts, grammar = await asyncio.to_thread(self.prepare, ask)  # a long text takes a while
         lengths = [self.served.room(ask, one) for one in prompts]
         tenant.check_requests()
@@ -245,7 +242,8 @@ class Answering:
     def __init__(self, server: Server, tenant: Tenant, ask: Ask, begun: float) -> None:
         self.server, self.tenant, self.ask, self.begun = server, tenant, ask, begun
         self.choices: list[Choice] = []
-        self.answer = Answer(ask.model or server.served.name, ask.chat is not None, ask.is_stream)
+        self.model = ask.model or server.served.name
+        self.answer = Answer(self.model, ask.chat is not None, ask.is_stream)
         self.error: ApiError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         tenant.num_requests += 1
@@ -370,7 +368,7 @@ class Choice:
         try:
             if answering.error is not None:
                 raise answering.error
-            tenant = answering.tenant.prefix
+            tenant = answering.tenant.prefixes[answering.model]
             self.request = server.served.submit(
                 self.prompt, answering.ask, self.max_tokens, self.seed, self.grammar, tenant
             )
@@ -400,7 +398,7 @@ class Choice:
         metrics.answer_length.observe(self.num_generated)
         for num_tokens, seconds in (*self.prompt.pins, (num_prompt, self.answering.ask.seconds_kept)):
             if num_tokens and seconds:
-                tenant.pin(self.prompt.tokens[:num_tokens], seconds)
+                tenant.pin(self.answering.model, self.prompt.tokens[:num_tokens], seconds)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield what the answer goes on with; raise if it is not completed."""

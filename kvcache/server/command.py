@@ -13,6 +13,7 @@ import transformers
 
 from kvcache.columns import WIDTH, columns, wrap
 from kvcache.errors import sentence
+from kvcache.server.adapters import add_adapters, read_adapters
 from kvcache.server.application import Limits, Server
 from kvcache.server.keys import read_keys
 from kvcache.server.listening import HttpServer
@@ -35,6 +36,7 @@ class Options:
     select: int | None = None
     prompts: str | None = None
     store: str | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()  # the names that clients give, with PEFT's folders
     limits: Limits = field(default_factory=Limits)
     log_json: bool = False
 
@@ -45,15 +47,17 @@ def make(options: Options) -> Server:
         raise ValueError(
             f"{options.model} is for llama.cpp: kvcache-llama-server serves a GGUF, with -m FILE; see docs/server.md"
         )
-    keys = None if options.keys is None else read_keys(options.keys)
+    name = options.name or options.model.resolve().name
+    adapters = read_adapters(options.adapters, name)
+    keys = None if options.keys is None else read_keys(options.keys, [one.name for one in adapters])
     model, tokenizer = load(options.model)
     how: dict[str, Any] = {"dtype": options.dtype, "select": options.select, "prompts": options.prompts}
     how = {name: value for name, value in how.items() if value is not None or name == "dtype"}
     engine: dict[str, Any] = {"max_running": options.limits.max_running, "max_waiting": options.limits.max_running}
     if options.store is not None:
         engine["prefix"] = kept_prompts(model, options.model, options.store, capacity=options.capacity, **how)
-    name = options.name or options.model.resolve().name
-    served = Served(name, model, tokenizer, capacity=options.capacity, **how, **engine)
+    names = add_adapters(model, adapters)
+    served = Served(name, model, tokenizer, options.capacity, names, **how, **engine)
     try:
         return Server(served, keys, options.limits)
     except BaseException:
@@ -101,7 +105,7 @@ def opening(server: Server, options: Options, port: int) -> str:
     else:
         path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 50}
     says = [
-        f"{served.name} on {where}/v1, for {'anybody' if server.tenants.is_open else 'clients with a key'}",
+        f"{', '.join(served.names)} on {where}/v1, for {'anybody' if server.tenants.is_open else 'clients with a key'}",
         f"room for {options.capacity:,} tokens of all requests, {readable(size)} of the {readable(free)} that are free "
         f"({source}); a request has at most {served.context:,}",
     ]

@@ -6,19 +6,23 @@ import asyncio
 import hmac
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from kvcache import CacheFullError, PrefixCache
+from kvcache.errors import shown
 from kvcache.server.errors import ApiError
 from kvcache.server.model import Served
 
 LIMITS = {"quota": 0, "max_requests": 1, "pinned": 0}  # whole numbers that a key may have, each with its least
 
 
-def read_keys(path: Path) -> dict[str, dict[str, Any]]:
-    """Read the API keys of a file, which no message quotes; raise ValueError for settings that there are not."""
+def read_keys(path: Path, adapters: Container[str] = ()) -> dict[str, dict[str, Any]]:
+    """Read the API keys of a file, which no message quotes; raise ValueError for settings that there are not.
+
+    `adapters` are those that there are.
+    """
     try:
         keys: Any = json.loads(path.read_bytes(), object_pairs_hook=distinct)
         json.dumps(keys, ensure_ascii=False).encode()
@@ -30,7 +34,7 @@ def read_keys(path: Path) -> dict[str, dict[str, Any]]:
     if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in settings):
         raise ValueError(f"{path} must have an object of keys, each of which has an object with a name")
     for one in settings:
-        if unknown := one.keys() - LIMITS.keys() - {"name"}:
+        if unknown := one.keys() - LIMITS.keys() - {"name", "adapters"}:
             raise ValueError(f"{path}: {one['name']} has a field {min(unknown)!r}, which there is not")
         for field, least in LIMITS.items():
             value = one.get(field, least)
@@ -38,9 +42,19 @@ def read_keys(path: Path) -> dict[str, dict[str, Any]]:
                 raise ValueError(
                     f"{path}: {field} of {one['name']} must be a whole number from {least} to {(1 << 31) - 1}"
                 )
+        check_allowed(f"{path}: adapters of {one['name']}", one.get("adapters", []), adapters)
     if len({one["name"] for one in settings}) < len(settings):  # counters tell tenants apart by their names
         raise ValueError(f"{path}: two keys have the same name")
     return dict(keys)
+
+
+def check_allowed(what: str, names: Any, adapters: Container[str]) -> None:
+    """Raise ValueError unless a key's adapters are a list of names that there are."""
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise ValueError(f"{what} must be a list of names")
+    for name in names:
+        if name not in adapters:
+            raise ValueError(f"{what} has {shown(name)}, which no --adapter names")
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -51,16 +65,30 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Tenant:
-    """Who has a key: a part of the cache that is kept for it, so many requests at once, and prompts that it pinned."""
+    """Who has a key: a part of the cache that is kept for it, so many requests at once, and prompts that it pinned.
+
+    `adapters` are those that it may ask for; None: all.
+    """
 
     def __init__(
-        self, served: Served, key: str, name: str, quota: int = 0, max_requests: float = 16, pinned: int = 0
+        self,
+        served: Served,
+        key: str,
+        name: str,
+        quota: int = 0,
+        max_requests: float = 16,
+        pinned: int = 0,
+        adapters: list[str] | None = None,
     ) -> None:
         self.key, self.name, self.max_requests, self.max_pinned = key.encode(), name, max_requests, pinned
-        self.prefix: PrefixCache = served.tenant(b"tenant " + self.key, quota)
+        allowed = [one for one in served.names if one == served.name or adapters is None or one in adapters]
+        # Rows that an adapter computed are of no use to others, so each model has its own prompts.
+        self.prefixes: dict[str, PrefixCache] = {
+            model: served.tenant(b"tenant " + self.key, quota, model) for model in allowed
+        }
         served.reserve(pinned)
         self.num_requests = 0
-        self._pins: dict[tuple[int, ...], tuple[int, asyncio.TimerHandle]] = {}
+        self._pins: dict[tuple[str, tuple[int, ...]], tuple[int, asyncio.TimerHandle]] = {}
 
     @property
     def num_pinned(self) -> int:
@@ -73,15 +101,21 @@ class Tenant:
             message = f"the key has {self.num_requests} requests already, its most: wait until one has ended"
             raise ApiError(message, status=429, code="rate_limit_exceeded")
 
-    def pin(self, tokens: list[int], seconds: float) -> None:
+    def check_model(self, name: str | None) -> None:
+        """Raise for a model that there is not, or not for this key."""
+        if name is not None and name not in self.prefixes:
+            names = " or ".join(map(repr, self.prefixes))
+            raise ApiError(f"model: there is {names} alone", "model", status=404, code="model_not_found")
+
+    def pin(self, model: str, tokens: list[int], seconds: float) -> None:
         """Keep the first tokens of a prompt for so long, or for longer, if that is within the key's limit."""
-        name = tuple(tokens)
+        name = model, tuple(tokens)
         num, timer = self._pins.get(name, (0, None))
         if timer is None:
             if self.num_pinned + len(tokens) > self.max_pinned:
                 return
             try:
-                num = self.prefix.pin(tokens)
+                num = self.prefixes[model].pin(tokens)
             except CacheFullError:
                 return
         else:
@@ -89,9 +123,10 @@ class Tenant:
         again = asyncio.get_running_loop().call_later(seconds, self._unpin, name)
         self._pins[name] = num, again
 
-    def _unpin(self, name: tuple[int, ...]) -> None:
+    def _unpin(self, name: tuple[str, tuple[int, ...]]) -> None:
         del self._pins[name]
-        self.prefix.unpin(name)
+        model, tokens = name
+        self.prefixes[model].unpin(tokens)
 
 
 class Tenants:

@@ -60,26 +60,28 @@ HELP = {
 class CacheCollector(Collector):
     """Reads the counters whenever Prometheus asks: nothing is counted twice, and a request costs nothing.
 
-    Prefix caches are told apart by the label `tenant`.
+    Prefix caches are told apart by the values of `labels`.
     """
 
-    def __init__(self, cache: KVCache, tenants: dict[str, PrefixCache]) -> None:
-        self.cache, self.tenants = cache, tenants
+    def __init__(
+        self, cache: KVCache, prefixes: dict[tuple[str, ...], PrefixCache], labels: Sequence[str] = ("tenant",)
+    ) -> None:
+        self.cache, self.prefixes, self.labels = cache, prefixes, labels
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the counters are now."""
         yield GaugeMetricFamily("kvcache_bytes", "bytes that the cache holds", value=self.cache.nbytes)
         for name, value in self.cache.stats().items():
             yield _family(f"kvcache_{name}", name, [((), value)])
-        stats = {tenant: dataclasses.asdict(prefix.stats) for tenant, prefix in self.tenants.items()}
-        stores = {tenant: one.pop("store") for tenant, one in stats.items()}
+        stats = {of: dataclasses.asdict(prefix.stats) for of, prefix in self.prefixes.items()}
+        stores = {of: one.pop("store") for of, one in stats.items()}
         yield from self._fields("kvcache_prefix", stats)
-        yield from self._fields("kvcache_store", {tenant: one for tenant, one in stores.items() if one})
+        yield from self._fields("kvcache_store", {of: one for of, one in stores.items() if one})
 
-    def _fields(self, prefix: str, stats: dict[str, dict[str, float]]) -> Iterator[Metric]:
+    def _fields(self, prefix: str, stats: dict[tuple[str, ...], dict[str, float]]) -> Iterator[Metric]:
         for name in next(iter(stats.values()), {}):
-            values = [((tenant,), one[name]) for tenant, one in stats.items() if one[name] is not None]
-            yield _family(f"{prefix}_{name}", name, values, ["tenant"])
+            values = [(of, one[name]) for of, one in stats.items() if one[name] is not None]
+            yield _family(f"{prefix}_{name}", name, values, self.labels)
 
 
 def _family(metric: str, name: str, values: list[Any], labels: Sequence[str] = ()) -> Metric:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from kvcache import NotSupportedError, PrefixCache, stores
 from kvcache.errors import described
 from kvcache.hf import Engine, HFCache, Request
+from kvcache.hf.requests import vocab_size_of
 from kvcache.models.fingerprint import fingerprint
+from kvcache.server.adapters import CONFIG
 from kvcache.server.drawing import Grammar, Grammars, Penalties
 from kvcache.server.errors import ApiError
 from kvcache.server.fields import Ask, Chat
@@ -26,6 +29,8 @@ def load(folder: Path) -> tuple[Any, Any]:
     """Return the model of a folder, and its tokenizer. A model without one has to have the bytes as tokens."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
+    if (folder / CONFIG).exists():  # transformers would load it unasked, from other folders, too, and pickled weights
+        raise ValueError(f"{folder} describes an adapter: give the folder of its model, and --adapter NAME={folder}")
     has_tokenizer = any(folder.glob("tokenizer*"))
     try:
         num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
@@ -73,12 +78,21 @@ class Prompt:
 class Served:
     """What the server runs: text becomes tokens here, and options become those of transformers.
 
-    `arguments` are those of `kvcache.hf.Engine`.
+    `adapters` are the names of adapters in the model, by those that clients give. Other `arguments` are those of
+    `kvcache.hf.Engine`.
     """
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, capacity: int, **arguments: Any) -> None:
-        self.name, self.tokenizer = name, tokenizer
-        self.num_tokens = model.get_input_embeddings().num_embeddings
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        tokenizer: Any,
+        capacity: int,
+        adapters: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.name, self.tokenizer, self._adapters = name, tokenizer, adapters or {}
+        self.num_tokens = vocab_size_of(model)
         if arguments.get("prefix") is None:
             arguments["capacity"] = capacity
         self.engine = Engine(model, **arguments)
@@ -92,12 +106,12 @@ class Served:
     @property
     def names(self) -> list[str]:
         """The models that clients may ask for."""
-        return [self.name]
+        return [self.name, *self._adapters]
 
-    def tenant(self, salt: bytes, num_kept: int) -> PrefixCache:
-        """Return the prefix cache of a tenant, for whom so many tokens are kept."""
+    def tenant(self, salt: bytes, num_kept: int, model: str) -> PrefixCache:
+        """Return the prefix cache of a tenant's prompts to a model, of which so many tokens are kept."""
         self.reserve(num_kept)
-        return self.engine.prefix.tenant(salt, quota=num_kept)
+        return self.engine.tenant(salt, adapter=self._adapters.get(model), quota=num_kept)
 
     def reserve(self, num_tokens: int) -> None:
         """Count tokens that requests cannot have."""
@@ -206,11 +220,13 @@ class Served:
     # ---- requests
 
     def try_one(self) -> None:
-        """Generate a token; raise ValueError if no request could be served."""
-        try:
-            self.engine.submit([0], max_new_tokens=1, tokenizer=self.tokenizer, **self._how({})).result()
-        except Exception as error:
-            raise ValueError(f"{self.name}: no request can be served: {error}") from None
+        """Generate a token with each model; raise ValueError if no request could be served."""
+        for model in self.names:
+            try:
+                how = {"max_new_tokens": 1, "tokenizer": self.tokenizer, **self._how({})}
+                self.engine.submit([0], tenant=self.tenant(b"try", 0, model), **how).result()
+            except Exception as error:
+                raise ValueError(f"{model}: no request can be served: {error}") from None
 
     def _how(self, given: dict[str, float]) -> dict[str, Any]:
         """Return how tokens are drawn. What the client leaves open is as the model's generation config says."""

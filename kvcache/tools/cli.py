@@ -508,6 +508,13 @@ def _seconds(text: str) -> Any:
     return typer.Option(min=0.1, max=86400, callback=_not_nan, metavar="S", help=text)
 
 
+def _adapter(text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise typer.BadParameter(f"{text!r} is no NAME=FOLDER")
+    return name, _file(folder)
+
+
 @_command(
     "kvcache serve examples/model",
     "kvcache serve Qwen3-0.6B --dtype int8 --capacity 64k --keys keys.json --store dir:~/prompts?max_bytes=20GiB",
@@ -532,6 +539,14 @@ def serve(
     keys: Annotated[
         Path | None, typer.Option(parser=_file, metavar="FILE", help="JSON: the API keys of clients.")
     ] = None,
+    adapter: Annotated[
+        list[Any],
+        typer.Option(
+            parser=_adapter,
+            metavar="NAME=FOLDER",
+            help="An adapter of PEFT (LoRA), and what clients call it. May be given several times.",
+        ),
+    ] = [],  # noqa: B006 (typer copies it)
     max_running: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="Answers that go on at once.")] = 64,
     max_waiting: Annotated[
         int, typer.Option(min=0, max=1 << 20, metavar="N", help="Answers that wait; others get 503.")
@@ -554,6 +569,7 @@ def serve(
         raise ImportError(f"there is no module {error.name}; run: pip install 'kvcache[serve]'") from None
     limits = Limits(max_running, max_waiting, read_timeout, timeout, max_body, tuple(cors_origin), log_requests)
     how = {"dtype": dtype, "select": select, "prompts": None if prompts == "stored" else prompts}
+    how["adapters"] = tuple(adapter)
     command.serve(
         command.Options(
             model, name, host, port, keys=keys, capacity=capacity, store=store, limits=limits, log_json=log_json, **how

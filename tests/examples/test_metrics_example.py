@@ -27,7 +27,7 @@ def test_the_scene_is_counted():
 def test_stores_and_tenants():
     cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None)
     prefix = kvcache.PrefixCache(cache, fingerprint="a model", store={})
-    tenants = {"one": prefix, "another": prefix.tenant(b"another")}
+    tenants = {("one",): prefix, ("another",): prefix.tenant(b"another")}
     prefix.acquire([1, 2, 3])
     found = {}
     for family in runpy.run_path(str(SCRIPT))["CacheCollector"](cache, tenants).collect():
@@ -42,7 +42,7 @@ def test_only_what_may_fall_is_a_gauge():
     """A prefix, a state, a forgotten prompt: no counter has fallen."""
     cache = kvcache.KVCache(1, 1, 8, None, max_sequences=None, block_size=2)
     prefix = kvcache.PrefixCache(cache, fingerprint="a model", state_bytes=4)
-    collector = runpy.run_path(str(SCRIPT))["CacheCollector"](cache, {"everybody": prefix})
+    collector = runpy.run_path(str(SCRIPT))["CacheCollector"](cache, {("everybody",): prefix})
     rows = np.ones((4, 1, 8), np.float32)
     seq_id, _ = prefix.acquire([1, 2, 3, 4])
     with cache.batch(positions=range(4), seq_ids=[seq_id] * 4) as batch:

@@ -4,11 +4,9 @@ import contextlib
 import http.client
 import json
 import logging
-import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
@@ -21,7 +19,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from support.repository_model import MODEL  # noqa: E402 - they need those
-from support.serving import Client, served, serving  # noqa: E402
+from support.serving import running, served, serving  # noqa: E402
 
 from kvcache.server import command, log  # noqa: E402
 
@@ -29,24 +27,6 @@ from kvcache.server import command, log  # noqa: E402
 @pytest.fixture(scope="module")
 def model():
     return served.load(MODEL)
-
-
-@contextlib.contextmanager
-def running(*arguments):
-    """Run the command, and yield its process, a client, and what it has printed so far."""
-    full = [sys.executable, "-m", "kvcache", "serve", str(MODEL), "--port", "0", *map(str, arguments)]
-    with subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            said = []
-            for line in process.stdout:
-                said.append(line)
-                if line.startswith("try: "):
-                    break
-            port = re.search(r"http://127.0.0.1:(\d+)/v1", "".join(said))
-            assert port, said
-            yield process, Client(int(port[1])), said
-        finally:
-            process.kill()
 
 
 def connect(client, data):
@@ -201,7 +181,7 @@ def test_prompts_outlive_a_restart(tmp_path, ending):
         with running("--store", url) as (process, client, _):
             answers.append(client.complete(prompt, max_tokens=8))
             if ending == signal.SIGKILL and len(answers) == 1:  # nothing is flushed: what is written by then is there
-                client.wait_until_metric('kvcache_store_written_total{tenant="all"}', 1)
+                client.wait_until_metric('kvcache_store_written_total{model="model",tenant="all"}', 1)
                 time.sleep(0.5)
             process.send_signal(ending)
             process.wait(60)

@@ -354,7 +354,7 @@ def test_models_health_and_metrics(client):
     client.complete("ROMEO:\n", max_tokens=3)
     assert client.metric("vllm:generation_tokens_total") >= 3
     assert client.metric("vllm:num_requests_running") == 0
-    assert client.metric('kvcache_prefix_requests_total{tenant="one"}') >= 1
+    assert client.metric('kvcache_prefix_requests_total{model="a-model",tenant="one"}') >= 1
     assert client.metric('vllm:request_success_total{finished_reason="length",tenant="one"}') >= 1
 
 

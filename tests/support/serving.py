@@ -5,8 +5,12 @@ import http.client
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
+
+from support.repository_model import MODEL
 
 from kvcache.server import application, listening
 from kvcache.server import model as served
@@ -88,3 +92,21 @@ def serving(model, capacity=1 << 14, keys=KEYS, limits=None, **arguments):
             http_server.should_exit = True
             thread.join()
     assert not runs.engine.is_alive
+
+
+@contextlib.contextmanager
+def running(*arguments):
+    """Run the command, and yield its process, a client, and what it has printed so far."""
+    full = [sys.executable, "-m", "kvcache", "serve", str(MODEL), "--port", "0", *map(str, arguments)]
+    with subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("try: "):
+                    break
+            port = re.search(r"http://127.0.0.1:(\d+)/v1", "".join(said))
+            assert port, said
+            yield process, Client(int(port[1])), said
+        finally:
+            process.kill()
