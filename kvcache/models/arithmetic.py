@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcache.errors import ModelFileError
+from kvcache.models import classes
 from kvcache.models.reading import Fields
 
 
@@ -15,6 +16,7 @@ class Counted(NamedTuple):
 
     total: int
     embedding: int  # the parameters of the input embedding; 0 if it is the output's, too
+    head: int = 0  # the parameters of the output, which makes logits of the last token of a prompt alone
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Family:
     has_dense: bool = False  # whether the first layers have an MLP in place of experts, and others a shared expert
     expert_bias: bool = False  # whether experts and their router have biases, and heads a sink
     is_latent: bool = False  # whether keys and values are made of latents
+    is_hybrid: bool = False  # whether layers are gated: some have a gated delta rule, and all have a shared expert
+    vocab_size: int | None = None
 
 
 FAMILIES = {
@@ -55,7 +59,10 @@ FAMILIES = {
     ),
     "gemma": Family(head_dim=256, is_tied=True),
     "gemma2": Family(norms=4, head_dim=256, is_tied=True),
-    "gemma3_text": Family(norms=4, qk_norm=True, head_dim=256, is_tied=True),
+    "gemma3_text": Family(norms=4, qk_norm=True, head_dim=256, is_tied=True, vocab_size=262_208),
+    "qwen3_next": Family(
+        qk_norm=True, head_dim=256, experts="num_experts", inner="moe_intermediate_size", is_hybrid=True
+    ),
 }
 
 
@@ -65,9 +72,11 @@ ALIKE = {"kimi_k2": "deepseek_v3"}
 
 def count(config: Mapping[str, Any]) -> Counted | None:
     """Return the number of parameters that a configuration gives; None if it needs more than arithmetic."""
-    fields = Fields(config, "config")
     try:
-        name = fields.text("model_type")
+        name = Fields(config, "config").text("model_type")
+        fields = Fields({**classes.of(name).defaults, **config}, "config")
+        if name == "gemma3":
+            return _with_images(fields)
         family = FAMILIES.get(ALIKE.get(name, name))
         is_mixed = bool(fields.get("mlp_only_layers")) or fields.get("decoder_sparse_step", 1) != 1
         return None if family is None or is_mixed else _count(fields, family)
@@ -78,7 +87,9 @@ def count(config: Mapping[str, Any]) -> Counted | None:
 def _count(fields: Fields, family: Family) -> Counted:
     hidden = fields.count("hidden_size")
     num_layers = fields.count("num_hidden_layers")
-    attention = _latent_attention(fields) if family.is_latent else _attention(fields, family)
+    attention = num_layers * (_latent_attention(fields) if family.is_latent else _attention(fields, family))
+    if family.is_hybrid:
+        attention = _hybrid_attention(fields, family, num_layers)
     num_dense = fields.count("first_k_dense_replace", least=0, most=num_layers) if family.has_dense else 0
     inner = fields.count(family.inner)
     mlp = 3 * hidden * inner
@@ -89,11 +100,30 @@ def _count(fields: Fields, family: Family) -> Counted:
         mlp = fields.count(family.experts) * (mlp + biases + hidden)  # the router has a row for each
     if family.has_dense:
         mlp += fields.count("n_shared_experts", least=0) * 3 * hidden * inner
+    if family.is_hybrid:
+        mlp += 3 * hidden * fields.count("shared_expert_intermediate_size", 512, least=0) + hidden
     dense = num_dense * 3 * hidden * fields.count("intermediate_size") if num_dense else 0
-    embedding = fields.count("vocab_size") * hidden
+    embedding = fields.count("vocab_size", family.vocab_size) * hidden
     own = 0 if fields.get("tie_word_embeddings", family.is_tied) else embedding
-    layers = num_layers * (attention + family.norms * hidden) + (num_layers - num_dense) * mlp + dense
-    return Counted(embedding + own + layers + hidden, own)
+    layers = attention + num_layers * family.norms * hidden + (num_layers - num_dense) * mlp + dense
+    return Counted(embedding + own + layers + hidden, own, embedding)
+
+
+def _with_images(fields: Fields) -> Counted | None:
+    """Count a Gemma 3 with its encoder of images; None if something is unusual."""
+    text, images = fields.part("text_config"), fields.part("vision_config")
+    if text is None or images is None or images.get("vision_use_head") is not False:
+        return None
+    tied = {name: fields.get(name) for name in ("tie_word_embeddings",) if fields.get(name) is not None}
+    counted = count({**text.values, "model_type": "gemma3_text", **tied})
+    if counted is None:
+        return None
+    hidden, inner, patch = (images.count(name) for name in ("hidden_size", "intermediate_size", "patch_size"))
+    layer = 4 * (hidden + 1) * hidden + 2 * inner * hidden + inner + hidden + 4 * hidden
+    embedding = (3 * patch**2 + 1) * hidden + (images.count("image_size") // patch) ** 2 * hidden
+    encoder = embedding + images.count("num_hidden_layers") * layer + 2 * hidden
+    projector = hidden * Fields({**classes.of("gemma3_text").defaults, **text.values}, "config").count("hidden_size")
+    return counted._replace(total=counted.total + encoder + projector + hidden)
 
 
 def _attention(fields: Fields, family: Family) -> int:
@@ -102,8 +132,9 @@ def _attention(fields: Fields, family: Family) -> int:
     head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
     kv_heads = fields.count("num_key_value_heads", heads if family.is_multi_head else None)
     q, kv = heads * head_dim, kv_heads * head_dim
+    gate = q if family.is_hybrid else 0  # made beside the queries
     has_bias = fields.get("attention_bias", family.has_bias) is True if family.qkv_bias is None else family.qkv_bias
-    number = hidden * (2 * q + 2 * kv) + (q + 2 * kv if has_bias else 0)
+    number = hidden * (2 * q + gate + 2 * kv) + (q + gate + 2 * kv if has_bias else 0)
     if family.qkv_bias is None and has_bias and family.has_output_bias:
         number += hidden
     if family.expert_bias:
@@ -111,6 +142,21 @@ def _attention(fields: Fields, family: Family) -> int:
     if fields.get("use_qk_norm") is True if family.qk_norm is None else family.qk_norm:
         number += 2 * head_dim
     return number
+
+
+def _hybrid_attention(fields: Fields, family: Family, num_layers: int) -> int:
+    """Return the parameters of all layers' attention, most of which have a gated delta rule in its place."""
+    kinds = fields.sequence("layer_types")
+    if kinds is None:
+        num_full = num_layers // fields.count("full_attention_interval", 4)
+    else:
+        num_full = sum(kind == "full_attention" for kind in kinds)
+    hidden, heads = fields.count("hidden_size"), fields.count("linear_num_value_heads")
+    dim, kernel = fields.count("linear_value_head_dim"), fields.count("linear_conv_kernel_dim")
+    keys, values = fields.count("linear_num_key_heads") * fields.count("linear_key_head_dim"), heads * dim
+    made = hidden * (2 * keys + 2 * values + 2 * heads)  # a head has a step and a decay
+    delta = made + kernel * (2 * keys + values) + 2 * heads + dim + values * hidden
+    return num_full * _attention(fields, family) + (num_layers - num_full) * delta
 
 
 def _latent_attention(fields: Fields) -> int:

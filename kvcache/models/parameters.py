@@ -125,6 +125,12 @@ class Parts(NamedTuple):
     unread: int = 0  # parts for other inputs than text, and input embeddings that are not the output's: a row is read
     experts: int = 0  # the experts among which tokens choose
     share_used: float = 1.0  # the share of the experts that a token goes through
+    head: int = 0  # the output, through which only tokens go that are followed by a new one
+
+    @property
+    def multiplied(self) -> int:
+        """The parameters that a token is multiplied by."""
+        return round(self.total - self.unread - self.experts * (1 - self.share_used))
 
 
 def parts(source: Any, may_make: bool = True) -> Parts:
@@ -136,7 +142,7 @@ def parts(source: Any, may_make: bool = True) -> Parts:
 
     >>> parts({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64,
     ...        "intermediate_size": 96, "vocab_size": 100, "tie_word_embeddings": False})
-    Parts(total=82752, unread=6400, experts=0, share_used=1.0)
+    Parts(total=82752, unread=6400, experts=0, share_used=1.0, head=6400)
     """
     config, name = _config(source)
     text = _text(config, name)
@@ -150,11 +156,11 @@ def parts(source: Any, may_make: bool = True) -> Parts:
         whole = _counted(text, name)
     unread = max(0, total - whole.total) + whole.embedding
     if _with_experts(text, 1) == text:
-        return Parts(total, unread)
+        return Parts(total, unread, head=whole.head)
     once, twice = (_counted(_with_experts(text, times), name).total for times in (1, 2))
     used = twice - once
     experts = max(used, whole.total - once + used)
-    return Parts(total, unread, experts, used / max(1, experts))
+    return Parts(total, unread, experts, used / max(1, experts), whole.head)
 
 
 def has_experts(source: Any) -> bool:
@@ -213,12 +219,14 @@ def parts_in_gguf(headers: Sequence[gguf.Header], in_bytes: bool) -> Parts:
     ]
     names = {name for name, _ in sizes}
     is_read = {name: not name.startswith(UNREAD_IN_GGUF) for name in names}
-    is_read["token_embd.weight"] = "output.weight" not in names
+    head = "output.weight" if "output.weight" in names else "token_embd.weight"
+    is_read["token_embd.weight"] = head == "token_embd.weight"
     return Parts(
         sum(size for _, size in sizes),
         sum(size for name, size in sizes if not is_read[name]),
         sum(size for name, size in sizes if "_exps." in name and share < 1),
         share,
+        sum(size for name, size in sizes if name == head),
     )
 
 
@@ -249,19 +257,19 @@ def _made(config: Any, name: str) -> Counted:
                 auto: Any = transformers.AutoModel
                 made = partial(auto.from_config, trust_remote_code=False)
             model = made(config)
-            return Counted(int(model.num_parameters()), _embedding(model))
+            return Counted(int(model.num_parameters()), *_embeddings(model))
     except Exception as error:  # a file may say anything
         what = f"{type(error).__name__}: {shown(str(error))}"
         raise NotSupportedError(f"{name}: transformers cannot make the model ({what})") from None
 
 
-def _embedding(model: Any) -> int:
-    """Return the parameters of a model's input embedding; 0 if it is the output's, too, or the model has no output."""
+def _embeddings(model: Any) -> tuple[int, int]:
+    """Return the parameters of a model's input embedding, or 0 if it is the output's, too; and those of the output."""
     output = model.get_output_embeddings()
     if output is None:
-        return 0
+        return 0, 0
     weight = model.get_input_embeddings().weight
-    return 0 if output.weight is weight else weight.numel()
+    return 0 if output.weight is weight else weight.numel(), output.weight.numel()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.published_models import GEMMA_27B, QWEN_NEXT
 
 import kvcache
 from kvcache.models import arithmetic, gguf, parameters
@@ -63,6 +64,9 @@ BY_ARITHMETIC = {
                      "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
                      "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "first_k_dense_replace": 3},
                     671_026_404_352),
+    # As google/gemma-3-27b-it and Qwen/Qwen3-Next-80B-A3B-Instruct have them; the sums of their tensors.
+    "gemma-3-27b": (GEMMA_27B, 27_432_406_640),
+    "Qwen3-Next-80B": (QWEN_NEXT, 79_674_391_296),
     "Phi-3-mini": ({"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
                     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064}, 3_821_079_552),
 }  # fmt: skip
@@ -146,6 +150,11 @@ def test_arithmetic_counts_what_transformers_makes(model_type, changes):
 @pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
 def test_arithmetic_leaves_layers_of_two_kinds(dense):
     assert arithmetic.count(BY_ARITHMETIC["Qwen3-30B-A3B"][0] | dense) is None
+
+
+def test_arithmetic_leaves_unusual_encoders():
+    with_head = GEMMA_27B | {"vision_config": GEMMA_27B["vision_config"] | {"vision_use_head": True}}
+    assert arithmetic.count(with_head) is arithmetic.count(GEMMA_27B | {"vision_config": None}) is None
 
 
 @pytest.mark.hf
@@ -244,7 +253,8 @@ def test_a_token_reads_the_experts_that_it_goes_through(config, read):
 def test_experts_are_counted():
     """A token goes through 2 of 8 experts; their routers count as theirs."""
     found = parameters.parts(PUBLISHED["Mixtral-8x7B"][0])
-    assert (found.share_used, found.unread) == (0.25, 32000 * 4096)
+    assert (found.share_used, found.unread, found.head) == (0.25, 32000 * 4096, 32000 * 4096)
+    assert found.multiplied == found.total - found.unread - found.experts * 3 // 4
     assert found.experts == 32 * 8 * (EXPERT + 4096)
 
 
@@ -289,9 +299,9 @@ def test_experts_of_a_gguf(tmp_path):
         gguf_files.write(tmp_path / "2.gguf", "qwen3moe", {}, tensors[1:]),
     ]  # fmt: skip
     headers = [gguf.read_header(file) for file in files]
-    assert parameters.parts_in_gguf(headers, in_bytes=False) == (9 << 12, 0, 8 << 12, 0.25)
-    assert parameters.parts_in_gguf(headers, in_bytes=True) == (9 << 14, 0, 8 << 14, 0.25)
-    assert parameters.parts_in_gguf(headers[1:], in_bytes=False) == (8 << 12, 0, 0, 1)
+    assert parameters.parts_in_gguf(headers, in_bytes=False) == (9 << 12, 0, 8 << 12, 0.25, 0)
+    assert parameters.parts_in_gguf(headers, in_bytes=True) == (9 << 14, 0, 8 << 14, 0.25, 0)
+    assert parameters.parts_in_gguf(headers[1:], in_bytes=False) == (8 << 12, 0, 0, 1, 0)
 
 
 def test_embeddings_of_a_gguf(tmp_path):
@@ -304,4 +314,6 @@ def test_embeddings_of_a_gguf(tmp_path):
                                         in_bytes=True)  # fmt: skip
 
     assert parts("token_embd").unread == 0
-    assert parts("token_embd", "output", "v.blk.0.attn_q", "per_layer_token_embd").unread == 3 * 8 * 64 * 4
+    assert parts("token_embd").head == 8 * 64 * 4
+    found = parts("token_embd", "output", "v.blk.0.attn_q", "per_layer_token_embd")
+    assert (found.unread, found.head) == (3 * 8 * 64 * 4, 8 * 64 * 4)
