@@ -23,8 +23,8 @@ from kvcache.hf.prompts import Prompt, Prompts
 from kvcache.hf.recurrent import Recurrent
 from kvcache.hf.requests import Request
 from kvcache.hf.state import types_of
-from kvcache.hf.texts import CHECKPOINT_TOKENS
 from kvcache.hf.told import CACHE
+from kvcache.models.states import CHECKPOINT_TOKENS
 from kvcache.prefix import PrefixCache
 from kvcache.selecting import least_tokens
 

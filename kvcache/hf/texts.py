@@ -18,6 +18,7 @@ from kvcache.hf.batch import TextBatch
 from kvcache.hf.images import features_between
 from kvcache.hf.told import FEATURES, NAMED, NONE, TYPES, UNKNOWN, Images, at_positions
 from kvcache.models.shapes import PREFILL_TOKENS
+from kvcache.models.states import CHECKPOINT_TOKENS
 from kvcache.policy import window_of
 
 
@@ -241,7 +242,6 @@ def begin_anew(texts: TextBatch, needed: int) -> None:
     texts.reset()
 
 
-CHECKPOINT_TOKENS = 2048  # a state may take as much memory as the rows of so many tokens
 # The last tokens of a prompt, which are fed behind kept states. In a later turn, a template may write them otherwise
 # ("<think>"). They are several, because some models (Zamba 2) compute a single token less precisely.
 ENDING = 8

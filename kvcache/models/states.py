@@ -19,6 +19,8 @@ WITHOUT_STATE = {"dummy", "mlp", "moe"}  # types of layers that keep nothing at 
 RECURRENT = STATELESS - WITHOUT_STATE | {"hybrid", "hybrid_sliding"}  # a hybrid layer has attention as well
 # Types of models whose layers without attention keep nothing.
 SKIPPING = {"nemotron-nas"}
+# Tokens of a prompt from one kept state to the next: a state may take as much memory as the rows of so many tokens.
+CHECKPOINT_TOKENS = 2048
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Measure this machine: read bandwidth; decoding, prefill and appending by element type; and the same of peers.
 
-`measure` takes about a minute and reports its progress. `decode_rates` and `select_rates` take a second or two, for
-predictions. `draw` and `picture` need matplotlib. Nothing is printed or compiled: the installed package is measured,
-called from Python.
+`measure` takes about a minute and reports its progress. `decode_rates`, `prompt_rates` and `select_rates` take a second
+or two, for predictions. `draw` and `picture` need matplotlib. Nothing is printed or compiled: the installed package is
+measured, called from Python.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ CHOSEN = 2048  # rows that a token chooses by index keys
 ROOM = 64  # tokens for which a cache has space beyond the context: in use, the default block is not full
 SHORT, SHORT_DIM = "decode x 64", 64  # the part that decodes with short heads, too, beside heads of 128
 PROMPT = 64 * 8192 * 32 * 256  # multiply-adds of a timed prompt, 64 tokens of the default shape; 512 take 8 % less each
+PROMPT_ROWS, PROMPT_PART = 2048, 128  # the most rows that a prompt's tokens see, and the most such tokens, in a plan
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -270,6 +271,25 @@ def decode_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float 
         left = end - time.perf_counter()
         found = zip(*compete(entrants, left, threads=shape.threads), strict=True)
         return {one.dtype: one.nbytes / statistics.median(times) for one, times in zip(ours, found, strict=True)}
+
+
+def prompt_rates(shape: Shape, dtypes: Sequence[DType] = DTYPES, seconds: float = 1.0) -> dict[DType, float]:
+    """Measure how many operations per second attention of a prompt's tokens does, by type.
+
+    A multiply-add is two operations. A long context of the shape is cut short: the rate stays the same. Types that its
+    rows cannot have are left out. It takes about `seconds`.
+    """
+    end = time.perf_counter() + seconds
+    cut = replace(shape, context=min(shape.context, PROMPT_ROWS))
+    dims = shape.num_heads * (shape.head_dim + shape.v_dim)
+    tokens = min(cut.context, max(16, min(PROMPT_PART, PROMPT // (4 * cut.context * dims))))
+    operations = 2 * dims * sum(range(cut.context - tokens + 1, cut.context + 1))
+    with contextlib.ExitStack() as stack:
+        known = [dtype for dtype in _check_dtypes(dtypes) if not shape.why_not(dtype)]
+        entrants = [stack.enter_context(_Filled(cut, dtype, 1)).attending(tokens) for dtype in known]
+        left = end - time.perf_counter()
+        found = [*zip(*compete(entrants, left, threads=shape.threads, least=2), strict=True)] if known else []
+    return {dtype: operations / min(times) for dtype, times in zip(known, found, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import sys
 from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
@@ -19,14 +20,14 @@ import typer
 from kvcache.arguments import INT64_MAX, MAX_THREADS
 from kvcache.columns import print_error, whole
 from kvcache.errors import KVCacheError, ModelFileError, plain
-from kvcache.layer import DTYPES, DType, count, to_dtype
+from kvcache.layer import DTYPES, DType, FloatDType, count, to_dtype
 from kvcache.models import shapes
 from kvcache.models.reading import expanded
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
 from kvcache.selecting import least_tokens
 from kvcache.system import available_memory, readable, why_threads
-from kvcache.tools import memory_plan, rates, shown_plan, weighing
+from kvcache.tools import memory_plan, rates, shown_plan, shown_team, team_plan, weighing
 from kvcache.tools.arguments import advise_order, parse_size, parse_tokens, prompt_bytes
 from kvcache.tools.pages import Command, Group
 from kvcache.tools.terminal import print_paragraph, print_table, progress, run
@@ -255,6 +256,7 @@ def top(
     "kvcache plan Llama-3.1-8B/config.json --weights q4_0 --context 128k",
     "kvcache plan Llama-3.1-8B/config.json --memory 64GB --bandwidth 100GB/s",
     "kvcache plan gemma-3-4b-Q4_0.gguf --dtype q8_0 --window 4k --sink-tokens 4",
+    "kvcache plan Llama-3.1-8B --users 10 --context 32k --prompt 4k",
     name="plan",
 )
 def plan_command(
@@ -262,7 +264,13 @@ def plan_command(
     context: Annotated[
         int | None, _tokens("Tokens of a sequence, such as 8k; by default the model's context.", 1)
     ] = None,
-    sequences: Annotated[int, _tokens("Sequences of so many tokens, which decode together.", 1)] = 1,
+    sequences: Annotated[
+        int | None, _tokens("Sequences of so many tokens, which decode together; by default 1.", 1)
+    ] = None,
+    users: Annotated[int | None, _tokens("Plan for so many users, each with a text of so many tokens.", 1)] = None,
+    prompt: Annotated[
+        int | None, _tokens("With --users: tokens of a prompt, such as 4k; by default the context.", 1)
+    ] = None,
     dtype: Types = [],  # noqa: B006 (typer copies it)
     weights: Weights = None,
     memory: Annotated[
@@ -290,6 +298,7 @@ def plan_command(
     types = _types(shape, model, dtype)
     policy = None if window is None else SlidingWindow(window, sink_tokens)
     _check_selection(context, select)
+    _check_team(users, prompt, sequences, context)
     with progress() as show:
         if measure:
             show("counting weights", 0)
@@ -297,17 +306,26 @@ def plan_command(
         known = None if bandwidth is None else rates.given(bandwidth)
         if cores is not None or (bandwidth is None and measure):
             show("measuring attention", 0.5)
-            measured = _measured(shape, types, context, 1 if cores else threads, select)
+            multiplied = None if users is None else weighing.multiplied_type(model, weights)
+            measured = _measured(shape, types, context, 1 if cores else threads, select, multiplied)
             known = rates.of_cores(bandwidth, cores, measured) if cores else measured
-    made = memory_plan.make(
-        shape, found, context=context, sequences=sequences, dtypes=types, window=policy, select=select, rates=known
-    )
+    options: dict[str, Any] = {"window": policy, "select": select, "rates": known}
+    plan = partial(memory_plan.make, shape, found, context=context, dtypes=types, **options)
+    made, team = plan(sequences=users or sequences or 1), None
+    if users is not None:
+        team = team_plan.make(shape, made, plan(sequences=1), prompt=prompt or context, **options)
     if plot is not None:
         shown_plan.draw(shape, made, types, policy, plot, select)
+    _print_plan(made, team, as_json)
+
+
+def _print_plan(made: memory_plan.Plan, team: team_plan.Team | None, as_json: bool) -> None:
     if as_json:
-        _print_json(made)
-    else:
+        _print_json(made if team is None else {**dataclasses.asdict(made), "team": dataclasses.asdict(team)})
+    elif team is None:
         shown_plan.write(made)
+    else:
+        shown_team.write(made, team)
 
 
 def _types(shape: shapes.Shape, model: Path, given: Sequence[str]) -> list[str]:
@@ -330,10 +348,15 @@ def _memory(model: Path, weights: str | int | None, free: int | None) -> memory_
 
 
 def _measured(
-    shape: shapes.Shape, types: Sequence[str], context: int, threads: int | None, select: int | None
+    shape: shapes.Shape,
+    types: Sequence[str],
+    context: int,
+    threads: int | None,
+    select: int | None,
+    weights: FloatDType | None,
 ) -> rates.Rates:
     dtypes = [*dict.fromkeys(one for stored in types for one in memory_plan.keys_and_values(stored))]
-    return rates.measure(shape, dtypes, context=context, threads=threads, select=select)
+    return rates.measure(shape, dtypes, context=context, threads=threads, select=select, weights=weights)
 
 
 def _check_sinks(sink_tokens: int, window: int | None) -> None:
@@ -347,6 +370,20 @@ def _check_cores(cores: int | None, bandwidth: int | None, measure: bool) -> Non
     if cores is not None and (bandwidth is None or not measure):
         needs = "--bandwidth, of the machine that has so many cores" if bandwidth is None else "to measure a core here"
         raise typer.BadParameter(f"it needs {needs}", param_hint="--cores")
+
+
+def _check_team(users: int | None, prompt: int | None, sequences: int | None, context: int) -> None:
+    if users is not None and sequences is not None:
+        raise typer.BadParameter(
+            f"{users} users have {users} sequences: leave --sequences {sequences} out", param_hint="--users"
+        )
+    if prompt is not None and users is None:
+        raise typer.BadParameter("it needs --users, who send such prompts", param_hint="--prompt")
+    if prompt is not None and prompt > context:
+        raise typer.BadParameter(
+            f"{prompt:,} tokens are more than the context of {context:,}: give at most as many, or a longer --context",
+            param_hint="--prompt",
+        )
 
 
 def _check_selection(context: int, select: int | None) -> None:

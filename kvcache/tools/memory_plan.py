@@ -44,6 +44,8 @@ class Memory:
     weights_read: int | None = 0  # bytes that are read to decode a token; None: it is not known how many
     experts: int = 0  # bytes of weights of the experts among which tokens choose
     share_used: float = 1.0  # the share of the experts that a token goes through
+    multiplied: int | None = 0  # parameters that a token is multiplied by; None: not counted
+    head: int = 0  # parameters of the output among them
     states: int | None = 0  # bytes of the recurrent states of a sequence; None: they are not counted
     states_source: str = ""  # which layers have them, or why they are not counted
 
@@ -239,6 +241,8 @@ def available_memory(model: Any = None, weights: str | int | None = None, free: 
         weights_read=found.read,
         experts=found.experts,
         share_used=found.share_used,
+        multiplied=found.multiplied,
+        head=found.head,
         states=of_states,
         states_source=states_source,
     )
@@ -278,7 +282,7 @@ def _row(
         bytes_per_token=_per_token(layers),
         nbytes=nbytes,
         needs=needs(context),
-        fits=_fits(needs(context), memory),
+        fits=fits(needs(context), memory),
         longest_context=_longest(needs, memory.free),
         most_sequences=_most_sequences(
             memory.free - memory.beside(0) - prompt(context), sizes.most_bytes(context) + (memory.states or 0)
@@ -329,8 +333,7 @@ def _by_type(layer: Layer, num_rows: int) -> dict[DType, int]:
 
 def _speed(read: _Read, memory: Memory, rates: Rates | None, sequences: int) -> float | None:
     """Return the most tokens of all sequences that are decoded in a second; None: it is not known."""
-    weights = memory.read_together(sequences)
-    if rates is None or weights is None:
+    if rates is None or memory.weights_read is None:
         return None
     found = [(nbytes, rates.of_rows(*key)) for key, nbytes in read.rows.items()]
     found += [(nbytes, rates.of_sketches(dtype)) for dtype, nbytes in read.sketches.items()]
@@ -341,10 +344,23 @@ def _speed(read: _Read, memory: Memory, rates: Rates | None, sequences: int) -> 
         if rate is None:
             return None
         attention += nbytes / rate
-    return sequences / (weights / rates.memory + sequences * (attention + states))
+    return sequences / (multiplying(memory, rates, sequences) + sequences * (attention + states))
 
 
-def _fits(needs: int, memory: Memory) -> bool | None:
+def multiplying(memory: Memory, rates: Rates, num_tokens: int, head: bool = True) -> float:
+    """Return the seconds in which weights are read, and multiplied by so many tokens, if that takes longer.
+
+    Without `head`, no logits are made. Computing counts if its rate is known.
+    """
+    reading = (memory.read_together(num_tokens) or 0) / rates.memory
+    if rates.prompts is None:
+        return reading
+    multiplied = (memory.multiplied or 0) - (0 if head else memory.head)
+    return max(reading, 2 * num_tokens * multiplied / rates.prompts.weights)
+
+
+def fits(needs: int, memory: Memory) -> bool | None:
+    """Return whether so many bytes fit; None: they do, and weights or states are not counted."""
     if needs <= memory.free and (memory.weights is None or memory.states is None):
         return None
     return needs <= memory.free

@@ -20,11 +20,7 @@ FITS = {True: "yes", False: "no", None: "maybe"}
 
 def write(made: Plan) -> None:
     """Print a plan."""
-    trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
-    print_paragraph(f"{plain(made.model_type)}, {count(made.num_layers, 'layer')}{trained}")
-    _print_memory(made.memory)
-    if made.bandwidth is not None:
-        print_paragraph(f"memory is read at {made.bandwidth / 1e9:,.1f} GB/s ({made.bandwidth_source})")
+    print_machine(made)
     print("\nbytes of a token, by type")
     for group in made.groups:
         shares = " (another's rows)" if group.shares else ""
@@ -47,6 +43,15 @@ def write(made: Plan) -> None:
         _print_rows(policy, [*rows], _heading(made))
     print()
     _print_meanings(made)
+
+
+def print_machine(made: Plan) -> None:
+    """Print what the model and the machine are."""
+    trained = f", trained for {made.model_context:,} tokens" if made.model_context else ""
+    print_paragraph(f"{plain(made.model_type)}, {count(made.num_layers, 'layer')}{trained}")
+    _print_memory(made.memory)
+    if made.bandwidth is not None:
+        print_paragraph(f"memory is read at {made.bandwidth / 1e9:,.1f} GB/s ({made.bandwidth_source})")
 
 
 def _print_memory(memory: Memory) -> None:
@@ -78,10 +83,15 @@ def _print_meanings(made: Plan) -> None:
         print_paragraph(f"{_heading(made)}: {_meaning_of_speed(made)}")
     longest = [MOST_TOKENS if row.longest_context is None else row.longest_context for row in made.rows]
     trained = made.model_context or MOST_TOKENS
-    if made.context > trained:
-        print_paragraph(f"the model is trained for {trained:,} tokens: this context is longer")
-    elif max(longest) > trained:
+    if made.context <= trained < max(longest):
         print_paragraph(f"max context: what memory holds; the model is trained for {trained:,} tokens")
+    print_limits(made)
+
+
+def print_limits(made: Plan) -> None:
+    """Say if the context is longer than the model's, and which types are left out."""
+    if made.context > (trained := made.model_context or MOST_TOKENS):
+        print_paragraph(f"the model is trained for {trained:,} tokens: this context is longer")
     for reason in made.left_out:
         print_paragraph(f"left out: {reason}")
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
 
 from kvcache.errors import KVCacheError, ModelFileError, plain
+from kvcache.layer import FloatDType, to_dtype
 from kvcache.models import gguf, parameters
 from kvcache.models.configuration import read_config
 from kvcache.models.parameters import Parts
@@ -36,6 +37,8 @@ class Weights:
     read: int | None = None  # bytes that are read to decode a token; None: it is not known how many
     experts: int = 0  # bytes of the experts among which tokens choose
     share_used: float = 1.0  # the share of the experts that a token goes through
+    multiplied: int | None = None  # parameters that a token is multiplied by, `head` among them; None: not counted
+    head: int = 0  # parameters of the output: of a prompt, the last token alone is multiplied by them
 
 
 class _Types(NamedTuple):
@@ -65,7 +68,7 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
     cannot be counted in a type that is given.
     """
     if given == 0:
-        return Weights(0, "as given", read=0)
+        return Weights(0, "as given", read=0, multiplied=0)
     path = expanded(model) if isinstance(model, str | Path) else None
     if path is not None and path.is_file() and is_gguf(path):
         return _weigh_gguf(*_gguf_files(path), given)
@@ -83,6 +86,15 @@ def weigh(model: Any, given: str | int | None = None) -> Weights:
     return _with_read(found or _in_types(types, parts), types, parts)
 
 
+def multiplied_type(model: Any, given: str | int | None) -> FloatDType:
+    """Return the type in which weights are multiplied, by `given` or the configuration. Packed weights have f32."""
+    named = given if isinstance(given, str) else read_config(model).get("dtype")
+    try:
+        return cast(FloatDType, to_dtype(named, "dtype", get_args(FloatDType)))
+    except ValueError:
+        return "f32"
+
+
 def _with_read(found: Weights, types: _Types, parts: Parts) -> Weights:
     """Add the bytes that decoding reads, in proportion to what they would be in these types."""
     if found.nbytes is None:
@@ -90,7 +102,14 @@ def _with_read(found: Weights, types: _Types, parts: Parts) -> Weights:
     experts, others, unread = types.sizes(parts)
     scale = found.nbytes / max(1, experts + others)
     read = round(scale * (others - unread + experts * parts.share_used))
-    return replace(found, read=read, experts=round(scale * experts), share_used=parts.share_used)
+    return replace(
+        found,
+        read=read,
+        experts=round(scale * experts),
+        share_used=parts.share_used,
+        multiplied=parts.multiplied,
+        head=parts.head,
+    )
 
 
 def _in_types(types: _Types, parts: Parts) -> Weights:
@@ -145,11 +164,14 @@ def _weigh_gguf(found: Sequence[Path], num_files: int, given: str | int | None) 
     weights = Weights(given, "as given") if isinstance(given, int) else _files(found, num_files)
     if not is_whole:
         return weights
-    parts = parameters.parts_in_gguf([*map(gguf.read_header, found)], in_bytes=not isinstance(given, str))
+    headers = [*map(gguf.read_header, found)]
+    counted = parameters.parts_in_gguf(headers, in_bytes=False)
+    parts = counted if isinstance(given, str) else parameters.parts_in_gguf(headers, in_bytes=True)
     types = _Types(given, given) if isinstance(given, str) else _Types("int8", "int8")  # parts are bytes already
     if not parts.total and given is None:
         return Weights(None, "the file has no tensors")
-    return _with_read(_in_types(types, parts) if isinstance(given, str) else weights, types, parts)
+    known = _with_read(_in_types(types, parts) if isinstance(given, str) else weights, types, parts)
+    return replace(known, multiplied=counted.multiplied, head=counted.head)
 
 
 def _files(files: Sequence[Path], num_files: int) -> Weights:

@@ -1,6 +1,5 @@
 """The command, run as people run it: in a terminal and without one, with good and with hostile input."""
 
-import io
 import itertools
 import json
 import os
@@ -12,7 +11,6 @@ import struct
 import subprocess
 import sys
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,8 @@ import kvcache
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from support.command import run_here
+
 from kvcache import selecting
 from kvcache.layer import DTYPES
 from kvcache.tools import bench, cli, shown_plan, terminal
@@ -42,17 +42,6 @@ def run(*arguments, **environment):
     keep = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 600}
     return subprocess.run(code, env=keep | environment, **options)
-
-
-def run_here(*arguments):
-    """Run the command in this process, which takes a hundredth of the time: for all that does not concern a process."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        patch.setattr(sys, "argv", ["kvcache", *map(str, arguments)])
-        patch.setattr(sys, "stdin", None)
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-    return subprocess.CompletedProcess(arguments, ended.value.code or 0, out.getvalue(), err.getvalue())
 
 
 def shell(line, **options):
