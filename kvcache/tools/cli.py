@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
-import re
 import sys
-from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,18 +14,41 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from kvcache.arguments import INT64_MAX, MAX_THREADS
 from kvcache.columns import print_error, whole
-from kvcache.errors import KVCacheError, ModelFileError, plain
-from kvcache.layer import DTYPES, DType, FloatDType, count, to_dtype
+from kvcache.errors import KVCacheError, plain
+from kvcache.layer import FloatDType, count
 from kvcache.models import shapes
-from kvcache.models.reading import expanded
 from kvcache.policy import CrossAttention, SlidingWindow
 from kvcache.runtime import __version__, get_num_threads, print_values, show_config
 from kvcache.selecting import least_tokens
 from kvcache.system import available_memory, readable, why_threads
 from kvcache.tools import memory_plan, rates, shown_plan, shown_team, team_plan, weighing
-from kvcache.tools.arguments import advise_order, parse_size, parse_tokens, prompt_bytes
+from kvcache.tools.arguments import advise_order, prompt_bytes
+from kvcache.tools.options import (
+    ALL,
+    CONTEXT_OPTION,
+    TYPES,
+    AsJson,
+    Cores,
+    EvictBy,
+    Model,
+    Plot,
+    Prompts,
+    Select,
+    Share,
+    Threads,
+    TopP,
+    Types,
+    Weights,
+    adapter_of,
+    file_of,
+    model_argument,
+    not_nan,
+    rate_or_size,
+    seconds_option,
+    tokens_option,
+    type_option,
+)
 from kvcache.tools.pages import Command, Group
 from kvcache.tools.terminal import print_paragraph, print_table, progress, run
 
@@ -38,10 +58,6 @@ if TYPE_CHECKING:
 
 CONTEXT = 8192  # tokens of a sequence, if neither the user nor the model says
 PROMPT = "Once upon a time"
-LEAST_WEIGHTS = 1 << 17  # bytes; the smallest published models have more
-LEAST_MACHINE = 1 << 20  # bytes of a machine's memory, or bytes that it reads in a second
-ALL = "all"  # types
-MIXED = re.compile(r"(q\d_k)_(?:xs|s|m|l|xl)", re.IGNORECASE)  # names of GGUFs whose tensors differ in type
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,164 +67,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _tokens(text: str, least: int | None = None) -> Any:
-    """Make an option that takes a number of tokens; `least`: checked here, and not where the number is used."""
-
-    def parse(value: object) -> int:
-        try:
-            number = parse_tokens(str(value))
-        except ArgumentTypeError as error:
-            raise typer.BadParameter(str(error)) from None
-        if least is not None and not least <= number <= memory_plan.MOST_TOKENS:
-            raise typer.BadParameter(f"{value} is not in the range from {least} to {memory_plan.MOST_TOKENS}")
-        return number
-
-    return typer.Option(parser=parse, metavar="N", help=text)
-
-
-def _not_nan(value: float) -> float:
-    """Return a number that passed a check of its range, which NaN passes, too."""
-    if math.isnan(value):
-        raise typer.BadParameter("nan is no number from 1 to 3600")
-    return value
-
-
-def _type(text: str) -> Any:
-    """Make an option that takes an element type."""
-
-    def parse(name: str) -> DType:
-        try:
-            return to_dtype(name, "type")
-        except ValueError:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}") from None
-
-    return typer.Option("--dtype", parser=parse, autocompletion=lambda: [*DTYPES], metavar="TYPE", help=text)
-
-
-def _stored(name: str) -> str:
-    """Return what a text names: "all", a type, or the types of keys and of values."""
-    if name == ALL:
-        return name
-    try:
-        return "/".join(dict.fromkeys(memory_plan.keys_and_values(name)))
-    except ValueError:
-        types = f"{ALL}, {', '.join(DTYPES)}"
-        raise typer.BadParameter(f"{name!r} is none of {types}, nor two for keys/values, as int6/int4") from None
-
-
-def _rate_or_size(text: str, such: str) -> Any:
-    """Make an option that takes bytes, or bytes per second if `such` an example does."""
-    what, unit = ("rate", "/s") if such.endswith("/s") else ("size", "")
-
-    def parse(value: str) -> int:
-        try:
-            number = parse_size(value.strip().removesuffix(unit))
-        except ArgumentTypeError:
-            raise typer.BadParameter(f"{value!r} is no {what}, such as {such}") from None
-        if not LEAST_MACHINE <= number <= INT64_MAX:
-            than = "fewer" if number < LEAST_MACHINE else "more"
-            raise typer.BadParameter(
-                f"{value!r} is {number:,} bytes{unit}, {than} than any machine's: give it as {such}"
-            )
-        return number
-
-    return typer.Option(parser=parse, metavar=what.upper(), help=text)
-
-
-def _weights(text: str) -> str | int:
-    """Return the type of weights that a text names, or the number of bytes."""
-    if text.lower() in weighing.WEIGHT_TYPES:
-        return text.lower()
-    if mixed := MIXED.fullmatch(text):
-        raise typer.BadParameter(f"{text} mixes types: give {mixed[1].lower()}, or the file's size, such as 4.7GB")
-    try:
-        nbytes = 0 if text.lower() == "none" else parse_size(text)
-    except ArgumentTypeError:
-        types = ", ".join(weighing.WEIGHT_TYPES)
-        raise typer.BadParameter(f"{text!r} is no size, such as 4.7GB or none, and no type: {types}") from None
-    if 0 < nbytes < LEAST_WEIGHTS:  # gigabytes or parameters were meant
-        raise typer.BadParameter(
-            f"{text!r} is {nbytes:,} bytes, fewer than any model's weights: give a size such as 4.7GB, a type, or none"
-        )
-    if nbytes > INT64_MAX:
-        raise typer.BadParameter(f"{text!r} is {nbytes:,} bytes, more than any model's weights: give it as 4.7GB")
-    return nbytes
-
-
-def _share(text: str) -> float:
-    """Return the share that a text names: 25% or 0.25."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no share, such as 25% or 0.25") from None
-    if not 0 < share <= 1:
-        raise typer.BadParameter(f"{text!r} must be above 0 and at most 1, such as 25% or 0.25")
-    return share
-
-
-def _file(name: str) -> Path:
-    if not name:
-        raise typer.BadParameter("'' names no file")
-    try:
-        return expanded(name)
-    except ModelFileError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _model(text: str) -> Any:
-    """Make the argument that names a model's files."""
-    return typer.Argument(parser=_file, metavar="MODEL", help=text, show_default=False)
-
-
-Model = Annotated[Path, _model("A Hugging Face folder, its config.json, or a GGUF.")]
-TYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
-Types = Annotated[
-    list[Any],
-    typer.Option(
-        "--dtype",
-        parser=_stored,
-        autocompletion=lambda: [ALL, *DTYPES],
-        metavar="TYPE",
-        help=f"Only this type: {TYPES}; two for keys/values, as int6/int4; or {ALL}. May be given several times. By "
-        f"default: the model's own, {', '.join(memory_plan.RECOMMENDED)}.",
-    ),
-]
-CONTEXT_OPTION = _tokens("Tokens of a sequence, such as 8192 or 8k.", 1)
-Threads = Annotated[
-    int | None, typer.Option(min=1, max=MAX_THREADS, metavar="N", help="Threads; by default as `kvcache info` says.")
-]
-Select = Annotated[int | None, _tokens("Tokens read about N rows of a text of 8k tokens or more; such as 2k.")]
-Prompts = Annotated[
-    Any, typer.Option(parser=str, metavar="WAY", help="int8: multiply the prompt in bytes, faster and less precisely.")
-]
-Share = Annotated[
-    Any, typer.Option(parser=_share, metavar="SHARE", help="Keep this share of the prompt's rows, such as 25%.")
-]
-EvictBy = Annotated[
-    str | None,
-    typer.Option(metavar="POLICY", help="With --keep: future, the default, or kvzip, which reads the prompt twice."),
-]
-TopP = Annotated[float, typer.Option(metavar="P", help="Draw from the likeliest tokens, of probability P together.")]
-Weights = Annotated[
-    Any,
-    typer.Option(
-        parser=_weights,
-        metavar="TYPE|SIZE",
-        help="Count weights in a type (q4_k, f16, ...), as a size (4.7GB), or none.",
-    ),
-]
-Cores = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=MAX_THREADS, metavar="N", help="With --bandwidth: so many cores, each as fast as one of these here."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plot = Annotated[
-    Path | None, typer.Option("--plot", parser=_file, metavar="FILE", help="Draw it too: a .png, .svg or .pdf file.")
-]
 
 
 def _command(*examples: str, name: str | None = None) -> Callable[[F], F]:
@@ -262,28 +120,28 @@ def top(
 def plan_command(
     model: Model,
     context: Annotated[
-        int | None, _tokens("Tokens of a sequence, such as 8k; by default the model's context.", 1)
+        int | None, tokens_option("Tokens of a sequence, such as 8k; by default the model's context.", 1)
     ] = None,
     sequences: Annotated[
-        int | None, _tokens("Sequences of so many tokens, which decode together; by default 1.", 1)
+        int | None, tokens_option("Sequences of so many tokens, which decode together; by default 1.", 1)
     ] = None,
-    users: Annotated[int | None, _tokens("Plan for so many users, each with a text of so many tokens.", 1)] = None,
+    users: Annotated[
+        int | None, tokens_option("Plan for so many users, each with a text of so many tokens.", 1)
+    ] = None,
     prompt: Annotated[
-        int | None, _tokens("With --users: tokens of a prompt, such as 4k; by default the context.", 1)
+        int | None, tokens_option("With --users: tokens of a prompt, such as 4k; by default the context.", 1)
     ] = None,
     dtype: Types = [],  # noqa: B006 (typer copies it)
     weights: Weights = None,
-    memory: Annotated[
-        Any, _rate_or_size("Plan for a machine with so much free memory, such as 512GB.", "512GB")
-    ] = None,
+    memory: Annotated[Any, rate_or_size("Plan for a machine with so much free memory, such as 512GB.", "512GB")] = None,
     bandwidth: Annotated[
-        Any, _rate_or_size("Plan for a machine that reads memory so fast, such as 400GB/s.", "400GB/s")
+        Any, rate_or_size("Plan for a machine that reads memory so fast, such as 400GB/s.", "400GB/s")
     ] = None,
     cores: Cores = None,
-    window: Annotated[int | None, _tokens("Plan also for a window of N tokens.", 1)] = None,
-    sink_tokens: Annotated[int, _tokens("With --window: the first N tokens stay.", 0)] = 0,
-    select: Annotated[int | None, _tokens("Plan also for tokens that read about N rows, such as 2k.", 1)] = None,
-    max_source_len: Annotated[int | None, _tokens("Tokens or frames that an encoder is given.", 1)] = None,
+    window: Annotated[int | None, tokens_option("Plan also for a window of N tokens.", 1)] = None,
+    sink_tokens: Annotated[int, tokens_option("With --window: the first N tokens stay.", 0)] = 0,
+    select: Annotated[int | None, tokens_option("Plan also for tokens that read about N rows, such as 2k.", 1)] = None,
+    max_source_len: Annotated[int | None, tokens_option("Tokens or frames that an encoder is given.", 1)] = None,
     threads: Threads = None,
     measure: Annotated[bool, typer.Option(help="Measure how fast this machine reads rows: a second or two.")] = True,
     as_json: AsJson = False,
@@ -403,11 +261,11 @@ def _check_selection(context: int, select: int | None) -> None:
     name="bench",
 )
 def bench_command(
-    model: Annotated[Path | None, _model("Whose heads to measure; else 32 and 8 of 128.")] = None,
+    model: Annotated[Path | None, model_argument("Whose heads to measure; else 32 and 8 of 128.")] = None,
     context: Annotated[int, CONTEXT_OPTION] = CONTEXT,
     threads: Threads = None,
     seconds: Annotated[
-        float, typer.Option(min=1, max=3600, callback=_not_nan, metavar="S", help="About how long it may take.")
+        float, typer.Option(min=1, max=3600, callback=not_nan, metavar="S", help="About how long it may take.")
     ] = 60.0,
     peers: Annotated[bool, typer.Option(help="Measure other people's code too, where it is installed.")] = True,
     as_json: AsJson = False,
@@ -479,25 +337,25 @@ def _print_bench(record: dict[str, Any]) -> None:
     "kvcache generate examples/model --prompt-file play.txt --keep 25%",
 )
 def generate(
-    model: Annotated[Path, _model("A Hugging Face folder or a GGUF.")],
+    model: Annotated[Path, model_argument("A Hugging Face folder or a GGUF.")],
     prompt: Annotated[
         str | None,
         typer.Argument(metavar="PROMPT", help=f"Text to continue; -, or a pipe: standard input.  [default: {PROMPT}]"),
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(parser=_file, metavar="FILE", help="Read the prompt from a file; -: from standard input."),
+        typer.Option(parser=file_of, metavar="FILE", help="Read the prompt from a file; -: from standard input."),
     ] = None,
-    dtype: Annotated[Any, _type(f"Element type of the cache: {TYPES}.")] = "f16",
+    dtype: Annotated[Any, type_option(f"Element type of the cache: {TYPES}.")] = "f16",
     hadamard: Annotated[bool, typer.Option("--hadamard", help="Transform rows before they are quantised.")] = False,
-    window: Annotated[int | None, _tokens("Each token sees the last N only.")] = None,
+    window: Annotated[int | None, tokens_option("Each token sees the last N only.")] = None,
     shift: Annotated[bool, typer.Option("--shift", help="Drop the older half of a full context and go on.")] = False,
-    sink_tokens: Annotated[int | None, _tokens("With --window or --shift: the first N tokens stay.")] = None,
+    sink_tokens: Annotated[int | None, tokens_option("With --window or --shift: the first N tokens stay.")] = None,
     prompts: Prompts = "stored",
     select: Select = None,
     keep: Share = None,
     evict_by: EvictBy = None,
-    tokens: Annotated[int, _tokens("How many to generate, such as 300 or 2k.")] = 300,
+    tokens: Annotated[int, tokens_option("How many to generate, such as 300 or 2k.")] = 300,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
     temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
     top_p: TopP = 0.95,
@@ -540,24 +398,12 @@ def generate(
 # ---- kvcache serve
 
 
-def _seconds(text: str) -> Any:
-    """Make an option that takes seconds."""
-    return typer.Option(min=0.1, max=86400, callback=_not_nan, metavar="S", help=text)
-
-
-def _adapter(text: str) -> tuple[str, Path]:
-    name, _, folder = text.partition("=")
-    if not name or not folder:
-        raise typer.BadParameter(f"{text!r} is no NAME=FOLDER")
-    return name, _file(folder)
-
-
 @_command(
     "kvcache serve examples/model",
     "kvcache serve Qwen3-0.6B --dtype int8 --capacity 64k --keys keys.json --store dir:~/prompts?max_bytes=20GiB",
 )
 def serve(
-    model: Annotated[Path, _model("A folder with a model of transformers and its tokenizer.")],
+    model: Annotated[Path, model_argument("A folder with a model of transformers and its tokenizer.")],
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What clients call it; else the folder's name.")
     ] = None,
@@ -565,8 +411,8 @@ def serve(
         str, typer.Option(metavar="HOST", help="Where to listen; 0.0.0.0: for other machines, too.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: any free one.")] = 8000,
-    capacity: Annotated[int, _tokens("Tokens that the cache holds, of all requests together.", 1)] = 1 << 15,
-    dtype: Annotated[Any, _type(f"Element type of the cache: {TYPES}; f16 by default.")] = None,
+    capacity: Annotated[int, tokens_option("Tokens that the cache holds, of all requests together.", 1)] = 1 << 15,
+    dtype: Annotated[Any, type_option(f"Element type of the cache: {TYPES}; f16 by default.")] = None,
     prompts: Prompts = "stored",
     select: Select = None,
     store: Annotated[
@@ -574,12 +420,12 @@ def serve(
         typer.Option(metavar="URL", help="Keep prompts over restarts: a folder, or as dir:~/prompts?max_bytes=20GiB."),
     ] = None,
     keys: Annotated[
-        Path | None, typer.Option(parser=_file, metavar="FILE", help="JSON: the API keys of clients.")
+        Path | None, typer.Option(parser=file_of, metavar="FILE", help="JSON: the API keys of clients.")
     ] = None,
     adapter: Annotated[
         list[Any],
         typer.Option(
-            parser=_adapter,
+            parser=adapter_of,
             metavar="NAME=FOLDER",
             help="An adapter of PEFT (LoRA), and what clients call it. May be given several times.",
         ),
@@ -588,9 +434,9 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=0, max=1 << 20, metavar="N", help="Answers that wait; others get 503.")
     ] = 256,
-    read_timeout: Annotated[float, _seconds("To read a request.")] = 30.0,
-    timeout: Annotated[float, _seconds("For a whole answer.")] = 600.0,
-    max_body: Annotated[Any, _rate_or_size("The most bytes of a request.", "8MiB")] = "8MiB",
+    read_timeout: Annotated[float, seconds_option("To read a request.")] = 30.0,
+    timeout: Annotated[float, seconds_option("For a whole answer.")] = 600.0,
+    max_body: Annotated[Any, rate_or_size("The most bytes of a request.", "8MiB")] = "8MiB",
     cors_origin: Annotated[
         list[str],
         typer.Option(metavar="URL", help="Let scripts of this origin ask; *: of any. May be given several times."),
@@ -653,7 +499,7 @@ def selftest_command(as_json: AsJson = False) -> int:
 
 @_command("kvcache inspect chat.state --verify")
 def inspect(
-    file: Annotated[Path, typer.Argument(parser=_file, metavar="FILE", help="A saved state.", show_default=False)],
+    file: Annotated[Path, typer.Argument(parser=file_of, metavar="FILE", help="A saved state.", show_default=False)],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read all of it, and compare it with its checksums.")
     ] = False,
