@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple, SupportsIndex
@@ -79,6 +80,7 @@ class Request:
             self._generator.manual_seed(integer(seed, "seed", 0, INT64_MAX))
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], object]] = []  # called when there are more tokens, or it has ended
+        self._when_done: list[Callable[[Request], object]] = []
         self.on_cancel: Callable[[Request], object] = lambda request: None
         self._prepare(model, options)
 
@@ -131,6 +133,14 @@ class Request:
                 raise TimeoutError(f"timeout={timeout!r}: the answer has {len(self.tokens)} tokens, and goes on")
         self._raise()
         return self._ids
+
+    def add_done_callback(self, function: Callable[[Request], object]) -> None:
+        """Call ``function(request)`` once the answer has ended: in the engine's thread, or now if it has ended."""
+        with self._changed:
+            if not self.has_ended:
+                self._when_done.append(function)
+                return
+        function(self)
 
     def cancel(self) -> None:
         """End the answer before the next step, if it goes on."""
@@ -188,6 +198,12 @@ class Request:
             self.finish_reason, self.error = reason, error
             self._traceback = None if error is None else error.__traceback__
             self._tell()
+            when_done, self._when_done = self._when_done, []
+        for function in when_done:
+            try:
+                function(self)
+            except Exception:  # it is not the engine's, which goes on, as an executor does
+                logging.getLogger(__name__).exception("an error of a function given to add_done_callback")
 
     # ----
 

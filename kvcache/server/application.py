@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -375,6 +376,8 @@ class Choice:
         except BaseException:
             server.turns.end()
             raise
+        # Whoever reads slowly keeps no turn.
+        self.request.add_done_callback(partial(end_turn, server.turns, asyncio.get_running_loop()))
         server.metrics.queued.observe(time.monotonic() - answering.begun)
         return self.request
 
@@ -391,7 +394,6 @@ class Choice:
         if self.request is None:
             return
         self.cancel()
-        server.turns.end()
         metrics.generated.inc(self.num_generated)
         metrics.prompt_tokens.inc(num_prompt)
         metrics.prompt_length.observe(num_prompt)
@@ -507,6 +509,12 @@ async def unless_gone(http: HttpRequest, waiting: Coroutine[Any, Any, dict[str, 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def end_turn(turns: Turns, loop: asyncio.AbstractEventLoop, request: Request) -> None:
+    """End a request's turn, in the engine's thread."""
+    with contextlib.suppress(RuntimeError):  # the loop may have ended
+        loop.call_soon_threadsafe(turns.end)
 
 
 def timed_out(seconds: float) -> ApiError:

@@ -114,9 +114,12 @@ def read(body: dict[str, Any], is_chat: bool, num_tokens: int) -> Ask:
     if 0 <= max_tokens < min_tokens:
         raise ApiError(f"min_tokens={min_tokens}: must be at most {longest}, which is {max_tokens}", "min_tokens")
     chat = read_chat(body) if is_chat else None
+    prompts = [] if is_chat else read_prompts(body, num_tokens)
+    if num_answers * len(prompts) > MOST_ANSWERS:
+        raise ApiError(f"n={num_answers}: {len(prompts)} prompts have more than {MOST_ANSWERS} answers", "n")
     seed = number(body, "seed", -1, 0, (1 << 63) - 1, int, off=-1)
     return Ask(
-        prompts=[] if is_chat else read_prompts(body, num_tokens),
+        prompts=prompts,
         chat=chat,
         model=text(body, "model"),
         num_answers=num_answers,

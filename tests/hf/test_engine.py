@@ -132,6 +132,21 @@ def test_logprobs(model):
             engine.submit(prompt, num_logprobs=-1)
 
 
+def test_done_callbacks(model):
+    """Each is called once, when the answer ends, or at once if it has ended."""
+    ended = []
+    with Engine(model, "f32", **ROOM) as engine:
+        with held(engine):
+            request = engine.submit([5, 6], max_new_tokens=2)
+            request.add_done_callback(lambda _: 1 / 0)  # an error of its own ends nothing
+            request.add_done_callback(ended.append)
+            assert ended == []
+        request.result(LONG)
+        until(lambda: ended == [request])
+    request.add_done_callback(ended.append)
+    assert ended == [request] * 2
+
+
 def tokenizer_of(size):
     """Return a tokenizer whose tokens are characters."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(33 + i): i for i in range(size)}, unk_token="!"))

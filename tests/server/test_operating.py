@@ -94,6 +94,21 @@ def test_a_client_that_does_not_read(model):
             connection.close()
 
 
+def test_more_answers_than_turns(model):
+    """The answers of one request take turns, and those that are not read keep none."""
+    with serving(model, 1 << 14, None, limits={"max_running": 2}) as client:
+        connections = []
+        for _ in range(3):
+            body = {"prompt": "a", "max_tokens": 1500, "stream": True, "logprobs": 20}
+            connections.append(client.open("/v1/completions", body)[0])
+        body = client.complete(["a", "b", "c"], n=3, max_tokens=4)
+        assert body["usage"]["completion_tokens"] == 36
+        for connection in connections:
+            connection.close()
+        status, body = client.ask("/v1/completions", {"prompt": ["a", "b"], "n": 65})
+        assert (status, body["error"]["param"]) == (400, "n")
+
+
 def test_scripts_of_other_pages(model):
     with serving(model, 512, None, limits={"origins": ("https://chat.example",)}) as client:
         connection = http.client.HTTPConnection("127.0.0.1", client.port)
