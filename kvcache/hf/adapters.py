@@ -72,10 +72,11 @@ def _active_in(layer: Any, name: str) -> list[str]:
     """Return the adapters that are active in a layer if this one is to be."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    if not isinstance(layer, AuxiliaryTrainingWrapper):  # it leaves out adapters that it does not have
-        return [name]
-    found = layer.check_set_adapter([name])
-    return [] if found is None else [found]
+    if isinstance(layer, AuxiliaryTrainingWrapper):
+        has_it = layer.check_set_adapter([name]) is not None
+    else:
+        has_it = any(name in getattr(layer, weights) for weights in layer.adapter_layer_names)
+    return [name] if has_it else []
 
 
 def _as_json(value: Any) -> Any:

@@ -26,6 +26,7 @@ KINDS = {
     "dora": ({**LORA, "use_dora": True}, {**LORA, "use_rslora": True, "rank_pattern": {"q_proj": 2}}),
     "whole layers": ({**LORA, "modules_to_save": ["lm_head"]}, {**LORA, "modules_to_save": ["embed_tokens"]}),
     "embeddings": ({"target_modules": ["embed_tokens", "v_proj"]}, LORA),
+    "tokens of one": (LORA, {**LORA, "trainable_token_indices": [7, 8]}),
     "single tokens": ({**LORA, "trainable_token_indices": [5, 6, 7]}, {**LORA, "trainable_token_indices": [7, 8]}),
 }
 

@@ -40,8 +40,8 @@ def save_adapter(folder, seed, model=None, **changes):
     wrapped = peft.get_peft_model(model or served.load(MODEL)[0], peft.LoraConfig(**{**LORA, **changes}))
     torch.manual_seed(seed)
     for path, weight in wrapped.named_parameters():
-        if "lora" in path:
-            weight.data = torch.randn_like(weight) * 0.08
+        if "default" in path:  # the adapter's name
+            weight.data = torch.randn_like(weight) * 0.08 + (0 if "lora" in path else weight.data)
     wrapped.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
@@ -65,26 +65,22 @@ def client(folders):
         yield one
 
 
-@pytest.fixture(scope="module")
-def theirs(folders):
-    """Returns what PEFT's own model generates, with transformers' own cache."""
+def theirs(folder):
+    """Return a function that generates with PEFT's own model, and transformers' own cache."""
     model, tokenizer = served.load(MODEL)
-    made = {"a-model": model.generate}
-    for name, folder in folders.items():
-        made[name] = peft.PeftModel.from_pretrained(served.load(MODEL)[0], folder).generate
+    wrapped = model if folder is None else peft.PeftModel.from_pretrained(model, folder)
 
-    def generate(name, prompt, seed=0, temperature=0, num=24):
-        tokens = tokenizer(prompt, return_tensors="pt").input_ids
+    def generate(prompt, seed=0, temperature=0):
+        tokens = tokenizer(prompt, return_tensors="pt")
         how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         torch.manual_seed(seed)
-        mask = torch.ones_like(tokens)
-        found = made[name](input_ids=tokens, attention_mask=mask, max_new_tokens=num, **how)[0, tokens.shape[1] :]
-        return tokenizer.decode(found)
+        found = wrapped.generate(**tokens, max_new_tokens=24, **how)
+        return tokenizer.decode(found[0, tokens.input_ids.shape[1] :])
 
     return generate
 
 
-def test_each_request_has_its_adapters_tokens(client, theirs):
+def test_each_request_has_its_adapters_tokens(client, folders):
     """Two adapters and the model itself at once, greedily and by chance, whole and as streams."""
     prompts = [f"{speaker}:\nWhat say you?\n\n" for speaker in ("ROMEO", "JULIET", "NURSE")]
     asks = [
@@ -93,7 +89,8 @@ def test_each_request_has_its_adapters_tokens(client, theirs):
     ]
     with ThreadPoolExecutor(16) as pool:
         got = [*pool.map(lambda ask: client.ask("/v1/completions", ask), asks)]
-    want = [theirs(ask["model"], ask["prompt"], ask["seed"], ask["temperature"]) for ask in asks]
+    alone = {name: theirs(folders.get(name)) for name in NAMES}
+    want = [alone[ask["model"]](ask["prompt"], ask["seed"], ask["temperature"]) for ask in asks]
     assert [(status, body["model"], body["choices"][0]["text"]) for status, body in got] == [
         (200, ask["model"], text) for ask, text in zip(asks, want, strict=True)
     ]
@@ -108,6 +105,31 @@ def test_each_request_has_its_adapters_tokens(client, theirs):
     assert (default["model"], default["choices"][0]["text"]) == ("a-model", want[0])
     client.wait_until_idle()
     client.cache.validate()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2},
+            "target_modules": ["q_proj"],
+            "layers_to_transform": [1, 2],
+        },
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"trainable_token_indices": [65, 66, 82]},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+    ],
+)
+def test_kinds_of_adapters(folders, tmp_path, changes):
+    """Beside an adapter that leaves these layers alone."""
+    kept = {"chat": folders["chat"], "new": save_adapter(tmp_path, 3, **changes)}
+    model, names = with_adapters(kept)
+    with serving(model, 4096, None, adapters=names) as client:
+        for name in ("new", "chat", "a-model"):
+            [choice] = client.complete("ROMEO:\n", model=name, max_tokens=24)["choices"]
+            assert choice["text"] == theirs(kept.get(name))("ROMEO:\n")
 
 
 def test_names(client):
