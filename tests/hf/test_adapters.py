@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from support.hf_pairs import model_of, random_tokens  # noqa: E402 - torch may be missing
+from support.hf_pairs import CONFIGS, HYBRID, model_of, random_tokens  # noqa: E402 - torch may be missing
 
 from kvcache.hf import Engine, HFCache  # noqa: E402 - it imports those
 
@@ -29,6 +29,15 @@ KINDS = {
     "tokens of one": (LORA, {**LORA, "trainable_token_indices": [7, 8]}),
     "single tokens": ({**LORA, "trainable_token_indices": [5, 6, 7]}, {**LORA, "trainable_token_indices": [7, 8]}),
 }
+FEW = ["gemma3", "qwen3_next"]
+MODELS = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
+    for name in [*CONFIGS, *HYBRID]
+    if name not in ("jamba", "zamba2")
+]
+# PEFT wraps no router that returns a tuple, and no projection that Mamba's kernels read themselves.
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = {"llama4": ATTENTION, "falcon_h1": ATTENTION}
 
 
 def with_adapters(model, configs, seed=1):
@@ -99,9 +108,11 @@ def test_tokens(kind):
     assert first[0] not in first[1:]  # the adapters change something
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_next"])
-def test_windows_and_recurrent_layers(kind):
-    ours, theirs = (with_adapters(model_of(kind), (LORA, LORA)) for _ in range(2))
+@pytest.mark.parametrize("kind", MODELS)
+def test_models(kind):
+    """Windows, experts, recurrent layers."""
+    config = {"r": 4, "target_modules": TARGETS.get(kind, "all-linear")}
+    ours, theirs = (with_adapters(model_of(kind), (config, config)) for _ in range(2))
     prompts = prompts_of([40, 2, 9])
     with Engine(ours, "f32", prompt_tokens=16, block_size=4, **ROOM) as engine:
         tenants = tenants_of(engine)
