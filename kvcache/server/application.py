@@ -109,7 +109,7 @@ class Server:
         ]
         origins = [*self.limits.origins]
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
-        handlers: Any = {ApiError: self.refuse, HTTPException: refuse_http, Exception: refuse_any}
+        handlers: Any = {ApiError: self.refuse, HTTPException: self.refuse_http, Exception: self.refuse_any}
         return Starlette(
             routes=routes, exception_handlers=handlers, lifespan=self.run, middleware=[cors] if origins else []
         )
@@ -163,25 +163,50 @@ class Server:
     async def refuse(self, http: HttpRequest, error: ApiError) -> Response:
         """Answer an error."""
         self.metrics.refused.labels(error.status).inc()
-        if self.limits.logs_requests:
+        if self.limits.logs_requests and not error.is_logged:
             log_request(path=http.url.path, status=error.status, why=error.code)
         return JSONResponse(error.body, error.status, error.headers)
+
+    async def refuse_http(self, http: HttpRequest, error: HTTPException) -> Response:
+        """Answer an error of the routes."""
+        response = await self.refuse(http, ApiError(error.detail, status=error.status_code))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def refuse_any(self, http: HttpRequest, error: Exception) -> Response:
+        """Answer an error of the server, which the log has."""
+        return await self.refuse(http, ApiError("the server failed", status=500))
 
     # ---- requests
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer prompts or a chat, as a whole or as a stream."""
-        begun = time.monotonic()
-        tenant, is_chat = self.tenants.of(http.headers.get("authorization", "")), http.url.path == CHAT
+        begun, tenant = time.monotonic(), self.tenants.of(http.headers.get("authorization", ""))
+        tenant.check_requests()
+        tenant.num_requests += 1
+        try:
+            response = await self.answer(http, tenant, begun)
+        except BaseException:
+            tenant.num_requests -= 1
+            raise
+        if not isinstance(response, EventStream):
+            tenant.num_requests -= 1
+        return response
+
+    async def answer(self, http: HttpRequest, tenant: Tenant, begun: float) -> Response:
+        """Answer a request of a tenant."""
         try:
             body = parse(await self.read_body(http))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        ask = read(body, is_chat, self.served.num_tokens)
+        ask = read(body, http.url.path == CHAT, self.served.num_tokens, self.served.context)
         tenant.check_model(ask.model)
-        prompts, grammar = await asyncio.to_thread(self.prepare, ask)  # a long text takes a while
+        try:
+            async with asyncio.timeout(self.limits.timeout), tenant.preparing:
+                prompts, grammar = await asyncio.to_thread(self.prepare, ask, tenant)  # a long text takes a while
+        except TimeoutError:
+            raise timed_out(self.limits.timeout) from None
         lengths = [self.served.room(ask, one) for one in prompts]
-        tenant.check_requests()
         if self.is_stopping or not self.engine.is_alive:
             raise shutting_down()
         answering = Answering(self, tenant, ask, begun)
@@ -201,14 +226,16 @@ class Server:
             raise
         if answering.error is None and ask.is_stream and found is not None:
             return EventStream(answering)
+        if answering.error is None and found is None:
+            answering.status = 499  # the client went away
         answering.end()
         if answering.error is not None:
             raise answering.error
         return Response(status_code=499) if found is None else JSONResponse(found)
 
-    def prepare(self, ask: Ask) -> tuple[list[Prompt], Grammar | None]:
+    def prepare(self, ask: Ask, tenant: Tenant) -> tuple[list[Prompt], Grammar | None]:
         """Return what a request's answers begin with."""
-        return self.served.prompts_of(ask), self.served.grammar_of(ask)
+        return self.served.prompts_of(ask, tenant.max_pinned > 0), self.served.grammar_of(ask)
 
     async def read_body(self, http: HttpRequest) -> bytes:
         """Return a request's body."""
@@ -246,8 +273,8 @@ class Answering:
         self.model = ask.model or server.served.name
         self.answer = Answer(self.model, ask.chat is not None, ask.is_stream)
         self.error: ApiError | None = None
+        self.status = 200  # for the log; an error has its own
         self._tasks: list[asyncio.Task[None]] = []
-        tenant.num_requests += 1
         server.answering.add(self)
 
     def stop(self) -> None:
@@ -262,16 +289,19 @@ class Answering:
         if self not in server.answering:
             return
         server.answering.remove(self)
-        self.tenant.num_requests -= 1
         for task in self._tasks:
             task.cancel()
         for choice in self.choices:
             choice.end()
-        server.metrics.whole.observe(time.monotonic() - self.begun)
+        if any(choice.request is not None for choice in self.choices):
+            server.metrics.whole.observe(time.monotonic() - self.begun)
+        if self.error is not None:
+            self.error.is_logged = True
         if server.limits.logs_requests:
             usage = self.usage()
+            status = self.status if self.error is None else self.error.status
             log_request(
-                id=self.answer.id, tenant=self.tenant.name, status=200 if self.error is None else self.error.status,
+                id=self.answer.id, tenant=self.tenant.name, status=status,
                 prompt=usage["prompt_tokens"], cached=usage["prompt_tokens_details"]["cached_tokens"],
                 generated=usage["completion_tokens"], seconds=round(time.monotonic() - self.begun, 3),
                 reason=",".join(choice.reason for choice in self.choices),
@@ -379,6 +409,7 @@ class Choice:
         # Whoever reads slowly keeps no turn.
         self.request.add_done_callback(partial(end_turn, server.turns, asyncio.get_running_loop()))
         server.metrics.queued.observe(time.monotonic() - answering.begun)
+        server.metrics.prompt_tokens.inc(len(self.prompt.tokens))
         return self.request
 
     def cancel(self) -> None:
@@ -390,14 +421,14 @@ class Choice:
         """Count it, and pin its prompt as it is asked for."""
         server, tenant, num_prompt = self.answering.server, self.answering.tenant, len(self.prompt.tokens)
         metrics = server.metrics
-        metrics.ended.labels(self.reason, tenant.name).inc()
         if self.request is None:
             return
+        metrics.ended.labels(self.reason, tenant.name).inc()
         self.cancel()
-        metrics.generated.inc(self.num_generated)
-        metrics.prompt_tokens.inc(num_prompt)
         metrics.prompt_length.observe(num_prompt)
         metrics.answer_length.observe(self.num_generated)
+        if self.reason in ("cancelled", "error", "shutdown"):
+            return
         for num_tokens, seconds in (*self.prompt.pins, (num_prompt, self.answering.ask.seconds_kept)):
             if num_tokens and seconds:
                 tenant.pin(self.answering.model, self.prompt.tokens[:num_tokens], seconds)
@@ -409,8 +440,8 @@ class Choice:
         text, chat = served.text_of(ask), ask.chat
         speech = None if chat is None else served.speech_of(chat, self.prompt)
         if ask.echoes:
-            yield Piece("content", served.text_of_prompt(ask, self.prompt))
-        seen = offset = 0
+            yield Piece("content", self.prompt.text)
+        seen, offset = 0, len(self.prompt.text) if ask.echoes else 0
         async for said, is_last in self.texts(request, text):
             parts: list[Any] = [("content", said)] if speech is None and said else []
             if speech is not None:
@@ -418,8 +449,8 @@ class Choice:
             logprobs = None
             if ask.num_logprobs is not None and seen < self.num_generated and (parts or is_last):
                 logprobs, seen = self.logprobs(request, seen, offset), self.num_generated
+                offset += sum(map(len, logprobs.get("tokens", ())))
                 parts = parts or [("content", "")]
-            offset += len(said)
             for part in self.allowed(parts):
                 piece = Piece("call", call=part) if isinstance(part, Call) else Piece(*part)
                 piece.logprobs, logprobs = logprobs, None
@@ -456,6 +487,7 @@ class Choice:
                 now = time.monotonic()
                 (metrics.between if self.num_generated else metrics.first_token).observe(now - before)
                 before, self.num_generated = now, self.num_generated + 1
+                metrics.generated.inc()
                 said, is_stopped = text.add(token)
                 if is_stopped:
                     self.reason = "stop"
@@ -490,6 +522,7 @@ class EventStream(StreamingResponse):
                 await super().__call__(*args)
         finally:
             self.answering.end()
+            self.answering.tenant.num_requests -= 1
 
 
 async def unless_gone(http: HttpRequest, waiting: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
@@ -520,13 +553,3 @@ def end_turn(turns: Turns, loop: asyncio.AbstractEventLoop, request: Request) ->
 def timed_out(seconds: float) -> ApiError:
     """Return the error of an answer that took too long."""
     return ApiError(f"the answer took longer than {seconds:g} s", status=504, code="timeout")
-
-
-async def refuse_http(http: HttpRequest, error: HTTPException) -> Response:
-    """Answer an error of the routes."""
-    return JSONResponse(ApiError(error.detail, status=error.status_code).body, error.status_code, error.headers)
-
-
-async def refuse_any(http: HttpRequest, error: Exception) -> Response:
-    """Answer an error of the server, which the log has."""
-    return JSONResponse(ApiError("the server failed", status=500).body, 500)

@@ -43,7 +43,7 @@ class Options:
 
 def make(options: Options) -> Server:
     """Load the model, and make the application; raise ValueError for options with which no request could be served."""
-    if options.model.suffix == ".gguf" or (options.model.is_dir() and _has_gguf_alone(options.model)):
+    if options.model.suffix.lower() == ".gguf" or (options.model.is_dir() and _has_gguf_alone(options.model)):
         raise ValueError(
             f"{options.model} is for llama.cpp: kvcache-llama-server serves a GGUF, with -m FILE; see docs/server.md"
         )
@@ -86,6 +86,8 @@ def serve(options: Options) -> None:
 
 def check_address(host: str, port: int) -> None:
     """Raise ValueError if nothing can listen there."""
+    if not host:
+        raise ValueError("--host '': give an address, such as 127.0.0.1, or 0.0.0.0 for all")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

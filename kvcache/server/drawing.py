@@ -44,23 +44,26 @@ class Grammars:
 
     def of_calls(self, format: Format, tools: list[dict[str, Any]]) -> Grammar:
         """Return what makes an answer a call of one of these tools."""
-        calls = []
-        for tool in tools:
+        rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+        for i, tool in enumerate(tools):
             function = tool["function"]
-            schema = function.get("parameters") or {"type": "object"}
-            properties = {"name": {"const": function["name"]}, format.arguments: schema}
-            calls.append(
-                {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-            )
-        call = json.dumps({**(calls[0] if len(calls) == 1 else {"anyOf": calls}), **SPARINGLY})
+            schema = {**(function.get("parameters") or {"type": "object"}), **SPARINGLY}
+            begin = f'{{"name": {json.dumps(function["name"])}, "{format.arguments}": '
+            rules.append(f'call_{i}: {json.dumps(begin)} arguments_{i} "}}"\narguments_{i}: %json {json.dumps(schema)}')
+        opening = self._literal(format.opening)
         if format is LLAMA:
-            rule = "start: call"
+            start = "call"
         elif format is HERMES:
-            rule = 'start: "<tool_call>\\n" call "\\n</tool_call>"'
+            start = f'{opening} "\\n" call "\\n" {self._literal(format.closing or "")}'
         else:
-            marker = self._tokenizer.convert_tokens_to_ids(format.opening)
-            rule = f'start: <[{marker}]> "[" call "]"'
-        return self._grammar(f"{rule}\ncall: %json {call}\n", "tools", is_lark=True)
+            start = f'{opening} "[" call "]"'
+        return self._grammar("\n".join([f"start: {start}", *rules]), "tools", is_lark=True)
+
+    def _literal(self, marker: str) -> str:
+        """Return a marker as grammars name it: by its token, if it is one, as texts do not match special tokens."""
+        token = self._tokenizer.convert_tokens_to_ids(marker)
+        is_token = token is not None and token != self._tokenizer.unk_token_id
+        return f"<[{token}]>" if is_token else json.dumps(marker)
 
     def _grammar(self, grammar: str, param: str, is_lark: bool = False) -> Grammar:
         try:

@@ -23,6 +23,7 @@ class ApiError(Exception):
         message, param = message.encode(errors="replace").decode(), param and param.encode(errors="replace").decode()
         super().__init__(message)
         self.status = status
+        self.is_logged = False  # with the request that it ended
         kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -11,13 +11,14 @@ from kvcache.server.errors import ApiError
 
 # Fields that do something, by the route that takes them; docs/server.md has a line for each.
 COMMON = {
-    "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "min_tokens", "ignore_eos", "stop", "seed", "n", "stream", "stream_options",
     "logprobs", "response_format", "prompt_cache_retention",
 }  # fmt: skip
 OF_TEXT = {"prompt", "echo", "best_of"}
 OF_CHAT = {
-    "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+    "messages", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
 IGNORED = {  # they cannot change the text
@@ -32,7 +33,7 @@ REFUSED: dict[str, tuple[str, Any]] = {  # why, and the value that asks for noth
     "functions": ("give tools instead", None),
     "function_call": ("give tool_choice instead", None),
 }
-MOST_LOGPROBS, MOST_ANSWERS = 20, 128
+MOST_LOGPROBS, MOST_ANSWERS, MOST_PINS = 20, 128, 4
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OF_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 OF_PART = {"type", "text", "cache_control"}
@@ -45,7 +46,8 @@ class Chat:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
-    choice: str  # "none", "auto", "required", or the name of a tool
+    choice: str  # "none", "auto" or "required"
+    chosen: str | None  # the name of the tool that must be called
     one_call: bool
     template: dict[str, Any]  # further arguments of the template
     pins: list[tuple[int, int, float]] = field(default_factory=list)  # message, characters of its text, seconds
@@ -97,10 +99,10 @@ def without_empty(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None and value != []}
 
 
-def read(body: dict[str, Any], is_chat: bool, num_tokens: int) -> Ask:
+def read(body: dict[str, Any], is_chat: bool, num_tokens: int, context: int) -> Ask:
     """Return what a body asks for; raise `ApiError` for fields that there are not, and for wrong values.
 
-    `num_tokens` is the size of the vocabulary.
+    `num_tokens` is the size of the vocabulary; `context` is the most tokens of a request.
     """
     for name, value in body.items():
         check_name(name, value, is_chat)
@@ -114,7 +116,7 @@ def read(body: dict[str, Any], is_chat: bool, num_tokens: int) -> Ask:
     if 0 <= max_tokens < min_tokens:
         raise ApiError(f"min_tokens={min_tokens}: must be at most {longest}, which is {max_tokens}", "min_tokens")
     chat = read_chat(body) if is_chat else None
-    prompts = [] if is_chat else read_prompts(body, num_tokens)
+    prompts = [] if is_chat else read_prompts(body, num_tokens, context)
     if num_answers * len(prompts) > MOST_ANSWERS:
         raise ApiError(f"n={num_answers}: {len(prompts)} prompts have more than {MOST_ANSWERS} answers", "n")
     seed = number(body, "seed", -1, 0, (1 << 63) - 1, int, off=-1)
@@ -299,12 +301,17 @@ def read_retention(body: dict[str, Any]) -> float:
     return LIFETIMES["24h"]
 
 
-def read_prompts(body: dict[str, Any], num_tokens: int) -> list[str | list[int]]:
+def read_prompts(body: dict[str, Any], num_tokens: int, context: int) -> list[str | list[int]]:
     """Return prompts, each a text or its tokens."""
     given: Any = body.get("prompt")
     is_list = isinstance(given, list) and any(isinstance(one, str | list) for one in given)
     many: list[Any] = [*given] if is_list else [given]
+    if len(many) > MOST_ANSWERS:
+        raise ApiError(f"prompt: has {len(many)} prompts: at most {MOST_ANSWERS} go together", "prompt")
     for one in many:
+        if isinstance(one, list) and len(one) > context:
+            message = f"the prompt has {len(one)} tokens and the context {context}, which leaves no room for an answer"
+            raise ApiError(f"prompt: {message}", "prompt", code="context_length_exceeded")
         is_tokens = isinstance(one, list) and all(type(token) is int and 0 <= token < num_tokens for token in one)
         if not (isinstance(one, str) or is_tokens):
             message = f"must be a text, a list of tokens from 0 to {num_tokens - 1}, or a list of these"
@@ -313,8 +320,6 @@ def read_prompts(body: dict[str, Any], num_tokens: int) -> list[str | list[int]]
             raise ApiError("prompt: is empty", "prompt")
         if isinstance(one, str):
             checked(one, "prompt")
-    if len(many) > MOST_ANSWERS:
-        raise ApiError(f"prompt: has {len(many)} prompts: at most {MOST_ANSWERS} go together", "prompt")
     return many
 
 
@@ -328,6 +333,8 @@ def read_chat(body: dict[str, Any]) -> Chat:
         raise ApiError("messages: must be a list of one or more", "messages")
     pins: list[tuple[int, int, float]] = []
     read_ones = [read_message(one, i, pins) for i, one in enumerate(messages)]
+    if len(pins) > MOST_PINS:
+        raise ApiError(f"messages: {len(pins)} parts have cache_control: at most {MOST_PINS} may", "messages")
     tools = read_tools(body)
     template = body.get("chat_template_kwargs", {})
     if not isinstance(template, dict):
@@ -342,8 +349,8 @@ def read_chat(body: dict[str, Any]) -> Chat:
     if wrong := template.keys() & {"conversation", "messages", "tools", "tokenize", "chat_template", "return_dict"}:
         raise ApiError(f"chat_template_kwargs: has {min(wrong)!r}, which the request gives", "chat_template_kwargs")
     template |= {"add_generation_prompt": begins, "continue_final_message": goes_on}
-    choice = read_choice(body, tools)
-    return Chat(read_ones, tools, choice, not flag(body, "parallel_tool_calls", True), template, pins)
+    choice, chosen = read_choice(body, tools)
+    return Chat(read_ones, tools, choice, chosen, not flag(body, "parallel_tool_calls", True), template, pins)
 
 
 def read_message(message: Any, i: int, pins: list[tuple[int, int, float]]) -> dict[str, Any]:
@@ -439,16 +446,14 @@ def read_tools(body: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools
 
 
-def read_choice(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> str:
-    """Return whether tools may, must or must not be called; or the one that must."""
+def read_choice(body: dict[str, Any], tools: list[dict[str, Any]] | None) -> tuple[str, str | None]:
+    """Return whether tools may, must or must not be called; and the one that must."""
     given = body.get("tool_choice", "none" if tools is None else "auto")
-    if isinstance(given, dict) and isinstance(given.get("function"), dict):
-        name = given["function"].get("name")
-    else:
-        name = given if given in ("none", "auto", "required") else None
-        if name in ("none", "auto") or (name == "required" and tools):
-            return str(name)
+    if given in ("none", "auto") or (given == "required" and tools):
+        return str(given), None
+    function = given.get("function") if isinstance(given, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
     if tools is None or name not in [one["function"]["name"] for one in tools]:
         message = "must be none, auto, required, or name one of the tools"
         raise ApiError(f"tool_choice={shown(given)}: {message}", "tool_choice")
-    return str(name)
+    return "required", name

@@ -28,11 +28,13 @@ def read_keys(path: Path, adapters: Container[str] = ()) -> dict[str, dict[str, 
         json.dumps(keys, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a character
         raise ValueError(f"{path} has text that UTF-8 cannot encode") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON of keys: {error}") from None
     settings: list[Any] = [*keys.values()] if isinstance(keys, dict) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in settings):
         raise ValueError(f"{path} must have an object of keys, each of which has an object with a name")
+    if not keys or not all(key and key == key.strip() for key in keys):
+        raise ValueError(f"{path} must have one key or more, and none may be empty, or have blanks around it")
     for one in settings:
         if unknown := one.keys() - LIMITS.keys() - {"name", "adapters"}:
             raise ValueError(f"{path}: {one['name']} has a field {min(unknown)!r}, which there is not")
@@ -88,6 +90,7 @@ class Tenant:
         }
         served.reserve(pinned)
         self.num_requests = 0
+        self.preparing = asyncio.Lock()  # one prompt of a key is made at a time, so that others' have threads
         self._pins: dict[tuple[str, tuple[int, ...]], tuple[int, asyncio.TimerHandle]] = {}
 
     @property
@@ -109,19 +112,26 @@ class Tenant:
 
     def pin(self, model: str, tokens: list[int], seconds: float) -> None:
         """Keep the first tokens of a prompt for so long, or for longer, if that is within the key's limit."""
-        name = model, tuple(tokens)
+        name, loop, prefix = (model, tuple(tokens)), asyncio.get_running_loop(), self.prefixes[model]
         num, timer = self._pins.get(name, (0, None))
-        if timer is None:
-            if self.num_pinned + len(tokens) > self.max_pinned:
+        until = max(loop.time() + seconds, timer.when() if timer else 0.0)
+        if num < len(tokens):  # it may be known to its end now
+            most = -(-len(tokens) // prefix.cache.block_size) * prefix.cache.block_size  # a block is pinned as a whole
+            if self.num_pinned - num + most > self.max_pinned:
                 return
             try:
-                num = self.prefixes[model].pin(tokens)
+                pinned = prefix.pin(tokens)
             except CacheFullError:
                 return
-        else:
+            if timer is not None:
+                prefix.unpin(tokens)
+            num = most if pinned == len(tokens) else pinned
+        if timer is not None:
             timer.cancel()
-        again = asyncio.get_running_loop().call_later(seconds, self._unpin, name)
-        self._pins[name] = num, again
+        if num:
+            self._pins[name] = num, loop.call_at(until, self._unpin, name)
+        else:
+            prefix.unpin(tokens)
 
     def _unpin(self, name: tuple[str, tuple[int, ...]]) -> None:
         del self._pins[name]

@@ -32,7 +32,7 @@ def configuration(is_json: bool) -> dict[str, Any]:
     plain = {"format": "%(asctime)s %(levelname)s %(message)s"}
     form: dict[str, Any] = {"()": "kvcache.server.log.JsonFormatter"} if is_json else plain
     handler = {"class": "logging.StreamHandler", "formatter": "lines", "stream": "ext://sys.stderr"}
-    levels = {"uvicorn": "WARNING", "kvcache.server": "INFO"}
+    levels = {"uvicorn": "WARNING", "asyncio": "WARNING", "kvcache": "WARNING", "kvcache.server": "INFO"}
     loggers = {name: {"handlers": ["stderr"], "level": level, "propagate": False} for name, level in levels.items()}
     return {
         "version": 1, "disable_existing_loggers": False, "formatters": {"lines": form}, "handlers": {"stderr": handler},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +19,20 @@ from kvcache.models.fingerprint import fingerprint
 from kvcache.server.adapters import CONFIG
 from kvcache.server.drawing import Grammar, Grammars, Penalties
 from kvcache.server.errors import ApiError
-from kvcache.server.fields import Ask, Chat
+from kvcache.server.fields import Ask, Chat, checked
 from kvcache.server.speech import CLOSE_THOUGHTS, OPEN_THOUGHTS, Format, Speech, TemplatedSpeech, format_of
 from kvcache.server.text import Text, byte_tokenizer, hidden_tokens, token_bytes
 
+OF_ROWS = {"dtype", "select", "prompts"}  # what decides how many bytes a token takes
+SPARE = 1 << 24  # bytes for lists, beside rows
+STATES = 256  # recurrent states that are kept
 LEAST_TEMPERATURE = 1e-5  # divided by less, logits may become infinite; the most likely token is drawn instead
 
 
 def load(folder: Path) -> tuple[Any, Any]:
     """Return the model of a folder, and its tokenizer. A model without one has to have the bytes as tokens."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give its folder")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
     if (folder / CONFIG).exists():  # transformers would load it unasked, from other folders, too, and pickled weights
@@ -56,6 +62,8 @@ def kept_prompts(model: Any, folder: Path, url: str, **arguments: Any) -> Prefix
 
     `arguments` are those of `HFCache.make_kv_cache`.
     """
+    limits = limits_of(model, **arguments)
+    arguments = {name: value for name, value in arguments.items() if name in OF_ROWS} | limits
     cache = HFCache.make_kv_cache(model.config, arguments.pop("dtype") or "f16", **arguments)
     name = f"kvcache serve {fingerprint(folder)}"
     return PrefixCache(
@@ -66,11 +74,22 @@ def kept_prompts(model: Any, folder: Path, url: str, **arguments: Any) -> Prefix
     )
 
 
+def limits_of(model: Any, capacity: int, **arguments: Any) -> dict[str, int]:
+    """Return how many tokens a cache may hold, and the bytes that it may take for them.
+
+    Short prompts hold blocks in part, so the bytes are twice those of the tokens, and those of recurrent states.
+    """
+    how = {name: value for name, value in arguments.items() if name in OF_ROWS}
+    with HFCache.make_kv_cache(model.config, how.pop("dtype", None) or "f16", capacity=capacity, **how) as cache:
+        rows = capacity * sum(layer.bytes_per_token for layer in cache.layers)
+    return {"capacity": capacity, "max_bytes": 2 * rows + SPARE + STATES * HFCache.state_bytes(model)}
+
+
 class Prompt:
     """The tokens of a prompt, and how its answer begins."""
 
     def __init__(self, tokens: list[int], text: str = "") -> None:
-        self.tokens, self.text = tokens, text  # the text of a chat
+        self.tokens, self.text = tokens, text  # of a chat as its template makes it; otherwise as answers show it
         self.thinks = text.rstrip().endswith(OPEN_THOUGHTS)
         self.pins: list[tuple[int, float]] = []  # how many tokens are to be pinned, and for how many seconds
 
@@ -94,10 +113,11 @@ class Served:
         self.name, self.tokenizer, self._adapters = name, tokenizer, adapters or {}
         self.num_tokens = vocab_size_of(model)
         if arguments.get("prefix") is None:
-            arguments["capacity"] = capacity
+            arguments |= limits_of(model, capacity, **arguments)
         self.engine = Engine(model, **arguments)
         self._room = capacity - 2 * self._block_size  # a block may be shared, and another one filled in part
         self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         self._defaults = model.generation_config
         ends = self._defaults.eos_token_id
         self._grammars = Grammars(tokenizer, min(self.num_tokens, max(len(tokenizer), 1)), ends)
@@ -145,23 +165,38 @@ class Served:
 
     # ---- prompts
 
-    def prompts_of(self, ask: Ask) -> list[Prompt]:
+    def prompts_of(self, ask: Ask, may_pin: bool) -> list[Prompt]:
         """Return the prompts of a request."""
         if ask.chat is not None:
-            return [self._prompt_of_chat(ask.chat)]
-        return [Prompt(one if isinstance(one, list) else self.tokenizer(one)["input_ids"]) for one in ask.prompts]
+            return [self._prompt_of_chat(ask.chat, may_pin)]
+        return [self._prompt_of(one, ask) for one in ask.prompts]
 
-    def _prompt_of_chat(self, chat: Chat) -> Prompt:
+    def _prompt_of(self, given: str | list[int], ask: Ask) -> Prompt:
+        tokens: Any = given
+        if isinstance(given, str):
+            self._check_length(given, "prompt")
+            tokens = self.tokenizer(given)["input_ids"]
+        return Prompt(tokens, self._text_of_prompt(tokens) if ask.echoes else "")
+
+    def _check_length(self, text: str, name: str) -> None:
+        """Raise for a text that has more tokens than the context, before they are counted one by one."""
+        if len(text) > self.context * max(self._longest, 16):
+            message = f"has {len(text):,} characters, more than the context of {self.context:,} tokens holds"
+            raise ApiError(f"{name}: {message}", name, code="context_length_exceeded")
+
+    def _prompt_of_chat(self, chat: Chat, may_pin: bool) -> Prompt:
         if not self.tokenizer.chat_template:
             raise ApiError("messages: the model has no chat template: use /v1/completions", "messages")
         if chat.tools and self.format is None and not self._parses:
             raise ApiError("tools: the model's chat template has none", "tools")
-        text = self._rendered(chat, chat.messages, **chat.template)
+        text = self._rendered(chat, chat.messages, chat.template)
         prompt = Prompt(self._encoded(text), text)
-        for i, num_characters, seconds in chat.pins:
+        template = chat.template | {"add_generation_prompt": False, "continue_final_message": False}
+        for i, num_characters, seconds in chat.pins if may_pin else ():
             last = {**chat.messages[i], "content": chat.messages[i]["content"][:num_characters]}
-            begin = self._encoded(self._rendered(chat, [*chat.messages[:i], last]))
-            prompt.pins.append((num_common(begin, prompt.tokens), seconds))
+            with contextlib.suppress(ApiError):  # a template may refuse the first messages alone
+                begin = self._encoded(self._rendered(chat, [*chat.messages[:i], last], template))
+                prompt.pins.append((num_common(begin, prompt.tokens), seconds))
         return prompt
 
     @property
@@ -169,14 +204,15 @@ class Served:
         """Whether transformers reads this model's calls of tools."""
         return getattr(self.tokenizer, "response_template", None) is not None
 
-    def _rendered(self, chat: Chat, messages: list[dict[str, Any]], **template: Any) -> str:
+    def _rendered(self, chat: Chat, messages: list[dict[str, Any]], template: dict[str, Any]) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tools=None if chat.choice == "none" else chat.tools, tokenize=False, **template
             )
         except Exception as error:  # a template may raise any
             raise ApiError(f"messages: the model's chat template refuses them: {error}", "messages") from None
-        return text
+        self._check_length(text, "messages")
+        return checked(text, "messages")
 
     def _encoded(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -184,12 +220,12 @@ class Served:
 
     def grammar_of(self, ask: Ask) -> Grammar | None:
         """Return the grammar of a request's answers."""
-        if ask.chat is not None and ask.chat.choice not in ("none", "auto"):
+        if ask.chat is not None and ask.chat.choice == "required":
             if self.format is None:
                 message = "the server makes no model of this kind call a tool: give auto"
                 raise ApiError(f"tool_choice: {message}", "tool_choice")
             tools = ask.chat.tools or []
-            named = [one for one in tools if one["function"]["name"] == ask.chat.choice]
+            named = [one for one in tools if one["function"]["name"] == ask.chat.chosen]
             return self._grammars.of_calls(self.format, named or tools)
         return None if ask.schema is None else self._grammars.of_schema(ask.schema, "response_format")
 
@@ -208,10 +244,10 @@ class Served:
         hidden = hidden_tokens(self.tokenizer, [self.format.opening] if shows_calls and self.format else [])
         return Text(self.tokenizer, ask.stop, hidden)
 
-    def text_of_prompt(self, ask: Ask, prompt: Prompt) -> str:
+    def _text_of_prompt(self, tokens: list[int]) -> str:
         """Return the text of a prompt, as far as answers show text."""
-        text = self.text_of(ask)
-        return "".join(text.add(token)[0] for token in prompt.tokens) + text.end()[0]
+        text = Text(self.tokenizer, ())
+        return "".join(text.add(token)[0] for token in tokens) + text.end()[0]
 
     def bytes_of(self, token: int) -> bytes:
         """Return the text of a token, in UTF-8; a part of a character is a part of its bytes."""

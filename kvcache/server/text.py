@@ -69,8 +69,8 @@ class Text:
             return "", False
         self._tokens.append(token)
         new = self._new()
-        is_part = new.endswith("\ufffd") and len(self._tokens) - self._end < MOST_PARTS
-        if is_part or not new:  # a part of a character, or a token that is not shown
+        is_part = new.endswith("\ufffd") or not new  # of a character; or the token has no text
+        if is_part and len(self._tokens) - self._end < MOST_PARTS:
             return "", False
         self._begin, self._end = self._end, len(self._tokens)
         self._held += new

@@ -41,7 +41,7 @@ def tokens_option(text: str, least: int | None = None) -> Any:
 def not_nan(value: float) -> float:
     """Return a number that passed a check of its range, which NaN passes, too."""
     if math.isnan(value):
-        raise typer.BadParameter("nan is no number from 1 to 3600")
+        raise typer.BadParameter("nan is no number")
     return value
 
 

@@ -130,6 +130,10 @@ def test_what_is_refused_says_when_to_try_again(model, monkeypatch):
             with contextlib.closing(other):
                 assert (refused.status, refused.headers["retry-after"]) == (503, "5")
         assert client.metric('kvcache_server_refused_total{status="503"}') == 1
+        assert client.metric("vllm:generation_tokens_total") > 0  # while the answer goes on
+        assert client.ask("/v1/nothing")[0] == 404
+        assert client.metric('kvcache_server_refused_total{status="404"}') == 1
+        client.wait_until_idle()
 
 
 def test_metrics_have_vllms_names(model):

@@ -358,12 +358,6 @@ def test_models_health_and_metrics(client):
     assert client.metric('vllm:request_success_total{finished_reason="length",tenant="one"}') >= 1
 
 
-def test_a_file_without_keys_serves_nobody(model):
-    with serving(model, 512, {}) as client:
-        assert client.ask("/v1/completions", {"prompt": "a"})[0] == 401
-        assert client.ask("/v1/completions", {"prompt": "a"}, key="")[0] == 401
-
-
 def test_a_client_that_goes_away_when_its_request_is_put_back(model, monkeypatch):
     """The cache is full, and the client of the youngest request leaves in the same step: nothing more is generated."""
     runs = served.Served("a-model", *model, capacity=256)
@@ -488,6 +482,9 @@ def test_a_key_of_other_letters(model):
         (["--keys", "no-file"], None, "no-file"),
         ([], "{", "is no JSON"),
         ([], [], "must have an object of keys"),
+        ([], {}, "must have one key or more"),
+        ([], {" sk": {"name": "a"}}, "none may be empty, or have blanks around it"),
+        ([], "[" * 100_000, "is no JSON"),
         ([], {"sk": {}}, "must have an object of keys"),
         ([], {"sk": {"name": "a", "limit": 1}}, "a has a field 'limit', which there is not"),
         ([], {"sk": {"name": "a", "quota": "5"}}, "quota of a must be a whole number from 0"),
