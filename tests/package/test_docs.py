@@ -28,7 +28,7 @@ def marked(things, needs_torch):
     return [pytest.param(thing, marks=pytest.mark.hf if needs_torch(thing) else ()) for thing in things]
 
 
-@pytest.mark.parametrize("name", marked(MODULES, lambda name: name.startswith("kvcache.hf")))
+@pytest.mark.parametrize("name", marked(MODULES, lambda name: name.startswith(("kvcache.hf", "kvcache.server"))))
 def test_docstrings(name):
     if name == "kvcache.plot":
         pytest.importorskip("matplotlib")

@@ -53,8 +53,9 @@ with tempfile.TemporaryDirectory() as folder:
 IMPORTS = """
 import importlib, pkgutil
 import kvcache
+others = ("kvcache.hf", "kvcache.server", "kvcache.tools.peers", "kvcache.__main__", "kvcache.plot")
 for module in pkgutil.walk_packages(kvcache.__path__, "kvcache."):
-    if not module.name.startswith(("kvcache.hf", "kvcache.tools.peers", "kvcache.__main__", "kvcache.plot")):
+    if not module.name.startswith(others):
         try:
             importlib.import_module(module.name)
         except ImportError as error:
