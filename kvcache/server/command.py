@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def serve(options: Options) -> None:
     """Serve until a signal says to stop."""
     transformers.logging.set_verbosity_error()  # it would warn with each request
     transformers.logging.disable_progress_bar()
+    options = replace(options, host=options.host.strip("[]"))  # as URLs have them
     check_address(options.host, options.port)  # before the model is loaded
     server = make(options)
     where: dict[str, Any] = {"host": options.host, "port": options.port}

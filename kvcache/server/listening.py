@@ -85,8 +85,8 @@ class HttpServer(uvicorn.Server):
             print("kvcache: ended before all answers were", file=sys.stderr, flush=True)
             os._exit(130)
         self.server.is_stopping = True
+        super().handle_exit(sig, frame)  # first, as the next signal may come within this function
         logger.info("stopping: answers have %g s to end", GRACE)
-        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let answers end, for so long."""

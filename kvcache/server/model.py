@@ -39,8 +39,11 @@ def load(folder: Path) -> tuple[Any, Any]:
         raise ValueError(f"{folder} describes an adapter: give the folder of its model, and --adapter NAME={folder}")
     has_tokenizer = any(folder.glob("tokenizer*"))
     try:
-        num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
         tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else byte_tokenizer()
+    except Exception as error:  # a damaged file may raise any
+        raise ValueError(f"{folder} has no tokenizer that can be loaded: {described(error)}") from None
+    try:
+        num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
         dtype = "auto" if has_tokenizer else torch.float32
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)

@@ -309,7 +309,7 @@ def test_the_command_serves_a_folder(folder, tmp_path):
     ("name", "change", "said"),
     [
         ("model.safetensors", lambda data: data[:5000], "no model that can be loaded: SafetensorError"),
-        ("tokenizer.json", lambda _: b"{}", "no model that can be loaded: KeyError"),
+        ("tokenizer.json", lambda _: b"{}", "no tokenizer that can be loaded: KeyError"),
         ("config.json", lambda data: data.replace(b'"num_hidden_layers": 4', b'"num_hidden_layers": 5'), "layers.4"),
         ("config.json", lambda data: data.replace(b'"vocab_size"', b'"vocab_size": 99, "v"'), "model.embed_tokens"),
         ("config.json", lambda _: b'{"model_type": "clip_vision_model"}', "no model that can be loaded: Attribute"),
