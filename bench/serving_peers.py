@@ -68,50 +68,45 @@ def llama_server(program: Path, gguf: Path | None, options: Sequence[str], count
         raise Unavailable(f"{program} is no file: run integrations/llama.cpp/build.sh, or give --library")
     command = [str(program), "--model", str(gguf), "--port", "0", "--verbosity", "3", *options]
     waits = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=waits)
-        clock = ~process.pid << 3 | 2  # as clock_getcpuclockid makes it
+    with _listening(command, waits) as (server, address):
+        clock = ~server.pid << 3 | 2  # as clock_getcpuclockid makes it
 
         def now() -> float:
             return time.clock_gettime(clock) if counts_cpu_time else time.perf_counter()
 
-        try:
-            yield _asks_over_http(_address(process, log), now)
-        finally:
-            process.terminate()
-            process.wait()
+        def body(prompt: Sequence[int], count: int) -> dict[str, Any]:
+            return {"prompt": prompt, "n_predict": count, "return_tokens": True}
+
+        yield _asks_over_http(f"{address}/completion", now, body, lambda piece: piece["tokens"])
 
 
 @contextmanager
 def kvcache_serve(model: Path, dtype: str, tokens: int) -> Iterator[Ask]:
     """Run kvcache serve on a folder, with room for so many tokens."""
     command = [sys.executable, "-m", "kvcache", "serve", str(model), "--port", "0", "--dtype", dtype]
+
+    def body(prompt: Sequence[int], count: int) -> dict[str, Any]:
+        return {"prompt": prompt, "max_tokens": count}
+
+    def tokens_of(piece: Any) -> list[int]:
+        return [0] if piece["choices"][0]["text"] else []  # its text has one token or more
+
+    with _listening([*command, "--capacity", str(tokens)]) as (_, address):
+        yield _asks_over_http(f"{address}/v1/completions", time.perf_counter, body, tokens_of)
+
+
+@contextmanager
+def _listening(
+    command: Sequence[str], environment: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run a server; yield its process and its address."""
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*command, "--capacity", str(tokens)], stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            yield _asks_serve(_address(process, log))
+            yield server, _address(server, log)
         finally:
-            process.terminate()
-            process.wait()
-
-
-def _asks_serve(address: str) -> Ask:
-    def ask(prompts: Prompts, count: int) -> Answers:
-        answers, add = begin(len(prompts), time.perf_counter)
-
-        def read(index: int) -> None:
-            body = {"prompt": prompts[index], "max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True}
-            request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
-            with urllib.request.urlopen(request) as lines:
-                for line in lines:
-                    if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                        add(index, [0])  # its text has one token or more
-
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            [*pool.map(read, range(len(prompts)))]
-        return answers
-
-    return ask
+            server.terminate()
+            server.wait()
 
 
 def _address(process: subprocess.Popen[bytes], log: Any) -> str:
@@ -126,17 +121,22 @@ def _address(process: subprocess.Popen[bytes], log: Any) -> str:
         time.sleep(0.1)
 
 
-def _asks_over_http(address: str, now: Clock) -> Ask:
+def _asks_over_http(
+    url: str,
+    now: Clock,
+    body: Callable[[Sequence[int], int], dict[str, Any]],
+    tokens_of: Callable[[Any], Sequence[int]],
+) -> Ask:
+    """Return what asks a server for streams; `body` makes a request, and `tokens_of` reads a piece of an answer."""
+
     def ask(prompts: Prompts, count: int) -> Answers:
         answers, add = begin(len(prompts), now)
 
         def read(index: int) -> None:
-            body = {"prompt": prompts[index], "n_predict": count, "temperature": 0, "ignore_eos": True}
-            body |= {"stream": True, "return_tokens": True}
-            request = urllib.request.Request(f"{address}/completion", json.dumps(body).encode())
-            with urllib.request.urlopen(request) as lines:
+            asked = body(prompts[index], count) | {"temperature": 0, "ignore_eos": True, "stream": True}
+            with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode())) as lines:
                 for line in lines:
-                    if line.startswith(b"data: {") and (tokens := json.loads(line[6:])["tokens"]):
+                    if line.startswith(b"data: {") and (tokens := tokens_of(json.loads(line[6:]))):
                         add(index, tokens)
 
         with ThreadPoolExecutor(len(prompts)) as pool:
