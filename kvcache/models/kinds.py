@@ -4,8 +4,11 @@ Files say it in many ways. A list, a pattern or indices of layers count first. T
 counts, and last the default of the class. A layer may also have settings of its own: another number or size of heads,
 another window, or the rows of another layer.
 
-Letters stand for types of layers: F sees all tokens, S those of a sliding window, L is linear attention or another
-layer without rows, C a convolution, X chooses rows, and H has a recurrent state beside its attention.
+Letters stand for types of layers:
+
+- F sees all tokens, S the tokens of a sliding window, and X chooses rows;
+- L is linear attention or another layer without rows, and C a convolution;
+- H has a recurrent state beside its attention.
 """
 
 from __future__ import annotations

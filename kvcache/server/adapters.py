@@ -13,7 +13,7 @@ from kvcache.errors import described, shown
 from kvcache.models.reading import read_json
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
-# Fields of a configuration that may have any value. Those of other methods than LoRA, which change more than products
+# Fields of a configuration that may have any value. Fields of other methods than LoRA, which change more than products
 # with weights, may not be set, nor may fields of later versions.
 FIELDS = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",

@@ -17,7 +17,7 @@ class Answer:
     def __init__(self, model: str, is_chat: bool, is_stream: bool) -> None:
         self._is_chat = is_chat
         kind = "chat.completion" if is_chat else "text_completion"
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if is_chat and is_stream else kind,
             "created": int(time.time()),
@@ -27,7 +27,8 @@ class Answer:
     @property
     def id(self) -> str:
         """The answer's name, which logs have too."""
-        return self._head["id"]  # type: ignore[return-value]
+        name: str = self._head["id"]
+        return name
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         """Return an answer."""

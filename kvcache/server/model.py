@@ -125,6 +125,8 @@ class Served:
         ends = self._defaults.eos_token_id
         self._grammars = Grammars(tokenizer, min(self.num_tokens, max(len(tokenizer), 1)), ends)
         self.format: Format | None = format_of(str(tokenizer.chat_template or ""))
+        self._hidden = hidden_tokens(tokenizer)  # from answers
+        self._hidden_beside_calls = hidden_tokens(tokenizer, [self.format.opening] if self.format else [])
 
     @property
     def names(self) -> list[str]:
@@ -243,13 +245,12 @@ class Served:
         """Return what makes text of an answer's tokens."""
         if ask.chat is not None and self._parses:
             return Text(self.tokenizer, ask.stop, frozenset())
-        shows_calls = ask.chat is not None and ask.chat.names and self.format is not None
-        hidden = hidden_tokens(self.tokenizer, [self.format.opening] if shows_calls and self.format else [])
-        return Text(self.tokenizer, ask.stop, hidden)
+        shows_calls = ask.chat is not None and ask.chat.names
+        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if shows_calls else self._hidden)
 
     def _text_of_prompt(self, tokens: list[int]) -> str:
         """Return the text of a prompt, as far as answers show text."""
-        text = Text(self.tokenizer, ())
+        text = Text(self.tokenizer, (), self._hidden)
         return "".join(text.add(token)[0] for token in tokens) + text.end()[0]
 
     def bytes_of(self, token: int) -> bytes:
@@ -275,7 +276,7 @@ class Served:
             how["temperature"] = temperature
             how["top_p"] = float(first(given.get("top_p"), self._defaults.top_p, 1))
             how["top_k"] = first(given.get("top_k"), self._defaults.top_k, 0)  # transformers' own default would be 50
-            how["min_p"] = first(given.get("min_p"), self._defaults.min_p, None) or None
+            how["min_p"] = first(given.get("min_p"), self._defaults.min_p) or None
         if "repetition_penalty" in given:
             how["repetition_penalty"] = float(given["repetition_penalty"])
         return how

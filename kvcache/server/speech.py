@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OPEN_THOUGHTS, CLOSE_THOUGHTS = "<think>", "</think>"
+# Fields of response templates whose text an answer shows, and what it calls them.
+KINDS = {"content": "content", "thinking": "reasoning_content", "reasoning_content": "reasoning_content"}
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,6 @@ class TemplatedSpeech:
         What ``get_response_parser`` of the tokenizer returned for the prompt.
     """
 
-    KINDS = {"content": "content", "thinking": "reasoning_content", "reasoning_content": "reasoning_content"}  # noqa: RUF012
-
     def __init__(self, parser: Any) -> None:
         self._parser = parser
         self.num_calls = 0
@@ -192,7 +192,7 @@ class TemplatedSpeech:
     def _parts(self, events: list[dict[str, Any]]) -> list[tuple[str, str] | Call]:
         found: list[tuple[str, str] | Call] = []
         for event in events:
-            kind = self.KINDS.get(event["field"])
+            kind = KINDS.get(event["field"])
             if event["type"] == "region_chunk" and kind is not None:
                 found.append((kind, event["text"]))
             elif event["type"] == "region_close" and event["field"] == "tool_calls":

@@ -56,6 +56,7 @@ class Text:
     """The text of an answer. It hands out whole characters, and nothing that may become a stop sequence."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], hidden: frozenset[int] | None = None) -> None:
+        """Begin a text; `hidden` tokens are not shown: by default special ones."""
         self._tokenizer, self._stop = tokenizer, stop
         self._hidden = hidden_tokens(tokenizer) if hidden is None else hidden
         self._tokens: list[int] = []

@@ -12,7 +12,7 @@ from kvcache.server.errors import ApiError
 class Turns:
     """Lets at most `max_running` answers go on, and `max_waiting` others wait.
 
-    Of those that wait, each key's first one comes before any key's second one.
+    The keys take turns: the first waiting answer of each key begins before the second one of any key.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:

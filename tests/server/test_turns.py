@@ -11,7 +11,7 @@ from kvcache.server.turns import Turns
 
 
 def test_keys_take_turns():
-    """One key's many requests do not come before another one's first; one that goes away gives its turn on."""
+    """A key with one request does not wait for all of another key. A request that goes away hands its turn on."""
 
     async def play():
         turns, order = Turns(1, 10), []
