@@ -8,6 +8,7 @@
  *   scene_fetch    Blocks and states are fetched, while others call and time passes.
  *   scene_room     Blocks are fetched where there is no room for all.
  *   scene_states   Prompts go on from states.  Several stand in one block.
+ *   scene_later    A block is kept with a state, and stored with a later one.
  *   scene_reuse    Tokens are taken from elsewhere.
  *   scene_forget   A prompt is forgotten while a store works. */
 #define _DEFAULT_SOURCE
@@ -420,6 +421,27 @@ static void scene_states(void) {
     close_cache();
 }
 
+/* A fetch brings a later state of a block that is kept. */
+static void scene_later(void) {
+    int64_t num;
+    int matched;
+    do make_shape(pick(3) ? 0 : 2 + pick(3));
+    while (o.block < 2);
+    const int length = o.block * (1 + pick(3)), text = any_text_of(0, length);
+    const int early = length - o.block + 1 + pick(o.block - 1), late = early + 1 + pick(length - early);
+    open_cache(0, 0,
+               (kvc_prefix_config){.collects_new = 1, .state_bytes = ONE_STATE, .max_checkpoint_bytes = ONE_STATE * 2});
+    serve(text, (uint64_t)1 << late, 1);
+    must(kvc_store_new_blocks(o.cache, &in_memory, &num));
+    must(kvc_prefix_clear(o.prefix));
+    serve(text, (uint64_t)1 << early, 1);
+    fetch(text);
+    must(kvc_clear_sequence(o.cache, acquire(text_behind(text, 0), &matched)));
+    if (matched != late) wrong("%d tokens of %s are matched, not %d", matched, spell(text), late);
+    close_cache();
+    end_store();
+}
+
 /* ---- tokens from elsewhere --------------------------------------------------------------------------------------- */
 
 /* The tokens of a prompt behind its known ones are taken from another prompt, where they stand at other positions. */
@@ -517,8 +539,8 @@ static void scene_forget(void) {
 /* ---- runs -------------------------------------------------------------------------------------------------------- */
 
 static int run(uint64_t seed, int num_scenes) {
-    static void (*const scenes[])(void) = {scene_evict,  scene_fetch, scene_room,
-                                           scene_states, scene_reuse, scene_forget};
+    static void (*const scenes[])(void) = {scene_evict, scene_fetch, scene_room,  scene_states,
+                                           scene_later, scene_reuse, scene_forget};
     client own = {.chance = {.state = seed}};
     me = &own;
     memset(&w, 0, sizeof w);
