@@ -24,11 +24,11 @@ static void make_weights(question *q) {
 
 /* A scale of 0 rounds scores: they keep their order if no choice adds up several heads. */
 void make_choosing(question *q) {
-    static const float scales[] = {1, 0.5f, -2, 0};
+    static const float scales[] = {1, 0.5f, -2, 0, 0};
     const int stride = stride_of(&w.o, q->layer), sums = q->num_heads > q->num_choices;
     kvc_choose_args *a = &q->choosing;
     *a = (kvc_choose_args){.struct_size = sizeof *a,
-                           .scale = scales[pick(sums ? 3 : 4)],
+                           .scale = scales[pick(sums ? 3 : 5)],
                            .relu = pick(2),
                            .num_choices = q->num_choices == 1 && pick(2) ? 0 : q->num_choices,
                            .width = 1 + pick(pick(2) ? 6 : MOST_CHOSEN),
