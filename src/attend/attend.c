@@ -1,4 +1,13 @@
-/* attend.c: runs tasks of a plan: kvc_attend all of them, kvc_plan_run one of them. */
+/* attend.c: runs tasks of a plan: kvc_attend all of them, kvc_plan_run one of them.
+ *
+ * A slice is query tokens of one sequence, with the rows that they see.  These rows are cut into splits, whose results
+ * are merged.  A part is query heads of one KV head.  A job is some splits of one slice, or one split of several slices
+ * that begin with the same rows.  A task is a job for one part.  A view is a task with fewer of its query rows.
+ *
+ * acc, max and sum are the online softmax of each query row: weighted values added up, the largest score, and the sum
+ * of exp(score - max).  plan->remaining counts the splits of each slice and part that are still to be run.
+ * kvc_plan_run may run a task again: was_done says so of this task, is_rerun of any task of the round.
+ */
 #include <math.h>
 #include <string.h>
 
@@ -18,13 +27,12 @@
 
 /* ---- the rows of a task ------------------------------------------------------------------------------------------ */
 
-/* Counts the rows of the split that a slice does not share with all others. */
+/* Counts the rows of a job's split that a slice does not share with the job's other slices. */
 static int64_t num_own_rows(const kvc_job *job, const kvc_query_slice *slice) {
     return kvc_split_rows(slice, job->split) - job->shared_rows;
 }
 
-/* Returns a cursor over the first rows of a job: the rows that its slices share, or all rows of its only slice.
- * slice: its first one. */
+/* Returns a cursor over the rows that a job's slices share, or all rows of its only slice.  slice: the first one. */
 static kvc_cursor first_rows(const kvc_call *c, const kvc_job *job, const kvc_query_slice *slice, int32_t part) {
     return kvc_cursor_at(c, slice, job->split, part, 0, job->shared_rows ? job->shared_rows : num_own_rows(job, slice));
 }
@@ -59,8 +67,8 @@ static kvc_cursor rows_of_split(const kvc_task *t, int32_t p) {
  * It does so no earlier, because a tile's rows push listed stretches out of the L1 cache. */
 typedef void attend_tile_fn(kvc_task *t, kvc_tile *current, kvc_tile *next, kvc_cursor *upcoming);
 
-/* Attends to a tile by one token after the other, because a masked value is infinite or NaN.  Times its weight of 0,
- * it would give NaN.  The result has the same bits as if the masked value were a number. */
+/* Attends to a tile for one token after the other, because a masked value is infinite or NaN: times its weight of 0, it
+ * would give NaN.  The bits are as if the masked value were a number.  The first token prefetches the next tile. */
 static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *current, kvc_tile *next,
                          kvc_cursor *upcoming) {
     const int32_t heads = t->call->plan->parts.heads;
@@ -78,7 +86,7 @@ static void attend_apart(kvc_task *t, attend_tile_fn *attend_tile, kvc_tile *cur
  * is prefetched.  Returns 0 if the call was cancelled. */
 static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
     static attend_tile_fn *const ways[] = {kvc_stream_tile, kvc_multiply_tile, kvc_multiply_bytes};
-    attend_tile_fn *const attend = ways[t->slice->tiled];
+    attend_tile_fn *const attend = ways[t->slice->tiled]; /* KVC_STREAMED, KVC_TILED or KVC_IN_BYTES */
     const kvc_visible common = kvc_visible_to_all(t);
     kvc_tile tiles[2], *current = tiles, *next = tiles + 1;
     if (kvc_is_cancelled(t->call)) return 0;
@@ -105,7 +113,7 @@ static int attend_rows(kvc_task *t, kvc_cursor rows, kvc_cursor ahead) {
 /* Whether a task alone has all splits of its slice, and keeps their results in its workspace. */
 static int has_all_splits(const kvc_task *t) { return t->call->plan->jobs.joins_splits || t->slice->selects; }
 
-/* Returns where the result of split p of the task's slice and part is stored. */
+/* Returns where acc, max and sum of split p of the task's slice and part are stored. */
 static float *partial_of(const kvc_task *t, int32_t p) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t size = kvc_partial_size(t->num_query_rows, plan->attending.acc_stride);
@@ -129,7 +137,7 @@ static void keep_partial(const kvc_task *t, int32_t p) {
 /* Keeps the result of split p, although the task goes on with another split. */
 static void keep_early(const kvc_task *t, int32_t p) {
     kvc_round *round = &t->call->plan->round;
-    const int is_locked = t->call->is_rerun && !has_all_splits(t); /* another task may merge the splits */
+    const int is_locked = t->call->is_rerun && !has_all_splits(t); /* another task may merge the splits meanwhile */
     if (is_locked) kvc_round_lock(round);
     keep_partial(t, p);
     if (is_locked) kvc_round_unlock(round);
@@ -141,8 +149,7 @@ static void begin_split(kvc_task *t) {
     for (int32_t r = 0; r < t->num_query_rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0;
 }
 
-/* Attends to the rows that all slices share, then to the other rows of each slice.  Returns 0 if the call was
- * cancelled. */
+/* Attends to the rows that all slices share, then to each slice's other rows.  Returns 0 if the call was cancelled. */
 static int attend_shared(kvc_task *t, kvc_cursor shared) {
     const kvc_job *job = t->job;
     begin_split(t);
@@ -277,9 +284,9 @@ static void write_out(const kvc_task *t, const results *all) {
     }
 }
 
-/* The last task to end of a slice and KV head merges the splits and writes the output; in a rerun, each task that finds
- * all splits there does.  A single split is not counted: atomic instructions wait until all that was stored is in the
- * cache.  A task that selects rows attended to all splits. */
+/* Ends a task's last split.  Of the tasks of a slice and part, the one that ends last merges the splits and writes the
+ * output; in a rerun, each task that finds all splits there does.  A single split is not counted: atomic instructions
+ * wait until all that was stored is in the cache.  A task that selects rows attended to all splits. */
 static void end_split(const kvc_task *t, int32_t num_splits) {
     if (num_splits > 1 && !has_all_splits(t)) {
         keep_partial(t, t->job->split + t->job->num_splits - 1);
@@ -301,8 +308,7 @@ static void end_split(const kvc_task *t, int32_t num_splits) {
     write_out(t, &all);
 }
 
-/* Ends a task whose rows were attended to: keeps the results of its slices' splits, and writes the output of slices
- * whose last split it was. */
+/* Ends a task that attended to its rows: keeps each slice's results, and writes outputs of slices that are complete. */
 static void end_splits(const kvc_task *t) {
     if (t->job->num_slices == 1) {
         end_split(t, t->slice->num_splits);
@@ -327,15 +333,15 @@ typedef struct reader {
     kvc_cursor rows, next_split; /* rows that are left of this split; rows of the next one */
 } reader;
 
-/* Lists the rows of split p: none behind the last one.  There is room for two lists of each slice, because the rows of
- * the split before are still read. */
+/* Lists the rows of split p, and returns a cursor over them: an empty one behind the last split.  A slice has room for
+ * two lists, because the rows of the split before are still read. */
 static kvc_cursor list_split(reader *r, int32_t p) {
     if (p == r->end) return (kvc_cursor){.layout = r->t.call->layout};
     kvc_segment *const to = kvc_chosen_segments(&r->t) + (2 * kvc_slice_number(&r->t) + p % 2) * r->split_rows;
     return kvc_cursor_from(r->t.call, r->t.slice, r->t.part, to, 0, kvc_list_next(&r->list, to, r->split_rows));
 }
 
-/* Goes on with the next split. */
+/* Makes next_split the split that is read, and lists the rows of the split behind it. */
 static void open_split(reader *r) {
     r->rows = r->next_split;
     r->next_split = list_split(r, r->split + 1);
@@ -357,7 +363,7 @@ static reader begin_reading(const kvc_task *t, const kvc_row_lister *list, int32
     return r;
 }
 
-/* Ends a split whose rows are read, and keeps its result if there are several. */
+/* Ends a split whose rows are read: keeps its result if there are several splits, and opens the next one. */
 static void close_split(reader *r) {
     if (r->keeps) keep_early(&r->t, r->split);
     if (++r->split < r->end) open_split(r);
@@ -376,8 +382,8 @@ static reader *first_of(reader *readers, int32_t num) {
     return first;
 }
 
-/* Attends to the rows of readers.  Goes through the tiles of several in the order of rows, so that rows that several of
- * them read come from memory once.  Returns 0 if the call was cancelled. */
+/* Attends to the rows of readers.  Takes the tiles of several readers in the order of positions, so that rows that
+ * several of them read come from memory once.  Returns 0 if the call was cancelled. */
 static int attend_listed(reader *readers, int32_t num) {
     for (reader *r; (r = first_of(readers, num));) {
         const int64_t left = r->rows.num_rows, n = num > 1 ? kvc_smaller(left, r->rows.frame_rows) : left;
@@ -398,21 +404,21 @@ static int attend_chosen(kvc_task *t) {
     return attend_listed(&r, 1);
 }
 
-/* Scores sketches, or attends in a slice that reads all rows. */
+/* Scores sketches if the task's slices select rows; otherwise attends to all rows.  Returns 0 if it was cancelled. */
 static int begin_selecting(kvc_task *t) { return t->slice->selects ? kvc_score_sketches(t) : attend_splits(t); }
 
-/* The last task to end of a slice and KV head selects rows, and attends to them.  A slice that shares its task with
- * others has no other task. */
+/* Ends a task that scored sketches.  Of the tasks of a slice and part, the last to end selects rows by all scores, and
+ * attends to them.  If a job has several slices, each has one split, so that this task is its last. */
 static void end_selecting(const kvc_task *t) {
     const kvc_call *c = t->call;
     reader readers[KVC_SELECTING_QUERIES];
     int32_t num_splits[KVC_SELECTING_QUERIES];
-    if (!t->slice->selects) {
+    if (!t->slice->selects) { /* the task attended to all rows */
         end_splits(t);
         return;
     }
     if (t->slice->num_splits > 1) {
-        kvc_keep_found(t);
+        kvc_keep_found(t); /* the scores of this split */
         if (!kvc_ends_slice(t)) return;
     }
     for (int32_t m = 0; m < t->job->num_slices; m++) {
@@ -426,7 +432,8 @@ static void end_selecting(const kvc_task *t) {
         for (int32_t m = 0; m < t->job->num_slices; m++) end_split(&readers[m].t, num_splits[m]);
         return;
     }
-    /* This task is now the only one of its slice that must be run again. */
+    /* The call was cancelled.  Only this task must be run again, to select: its split counts as missing again.  If it
+     * was done before, kvc_ends_slice will not count it off, and so 0 must be left. */
     atomic_store(&c->plan->remaining[t->slice->first_counter + t->part], !c->was_done);
     atomic_store(&t->call->was_cancelled, 1);
 }
@@ -536,7 +543,8 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
     if (put) KVC_TRY(kvc_put_rows(plan->batch, layer, put));
     make_call(&c, plan, layer, args, chosen);
     const kvc_status status = kvc_run_tasks(&c);
-    if (status != KVC_OK && put) kvc_mark_written(plan->batch, layer, put->first, put->num_tokens, 0);
+    if (status != KVC_OK && put) /* as if the rows had not been put */
+        kvc_mark_written(plan->batch, layer, put->first, put->num_tokens, 0);
     if (status == KVC_OK && plan->args.select_rows) note_selected(plan, -1);
     return status;
 }
@@ -557,7 +565,7 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
     KVC_TRY(kvc_resolve_plan(batch, &plan_args));
-    if (!batch->cache->layers[layer].v_dim) return kvc_check_attention(batch, layer, 1);
+    if (!batch->cache->layers[layer].v_dim) return kvc_check_attention(batch, layer, 1); /* fails: keys alone */
     KVC_TRY(resolve_args(&batch->cache->layers[layer], &plan_args, &args));
     if (plan_args.max_chosen)
         KVC_TRY(

@@ -1,4 +1,10 @@
-/* bytes.c: attends to a tile for many query rows in bytes: see bytes.h. */
+/* bytes.c: attends to a tile for many query rows in bytes: see bytes.h.
+ *
+ * Each query row, key and value has int8 codes, and a unit, which is what a code of 1 stands for.  Keys and values of a
+ * tile are packed into panels, the form that kernels multiply.  Rows of int8, int6 and int4 have codes already, and one
+ * scale, their unit (k_as or v_as is KVC_INT8).  Other rows are decoded, and rounded.  Query rows and keys are
+ * multiplied by a Hadamard matrix first: mixed.
+ */
 #include "attend/bytes.h"
 
 #include <math.h>
@@ -24,8 +30,8 @@ static scratch scratch_of(const kvc_task *t) {
 
 enum { ROUNDED_ROWS = 16 }; /* that are decoded, mixed and rounded together, so that they stay in the L1 cache */
 
-/* Rounds up to ROUNDED_ROWS rows of f32 to int8, mixed first unless mixing's order is 0.  units: what a code of 1 of
- * each stands for. */
+/* Rounds up to ROUNDED_ROWS rows of f32 to int8, mixed first unless mixing's order is 0.  Fills in their units.
+ * Mixes all rows in one call if they follow each other. */
 static void round_rows(const kvc_task *t, kvc_kernel_rows rows, int32_t dim, kvc_mixing mixing, int8_t *codes,
                        float *units) {
     const kvc_kernels *kernels = t->call->kernels;
@@ -62,6 +68,7 @@ static void load_units(const kvc_task *t, const kvc_tile *tile, int is_value, fl
                               kvc_padded_rows(tile->n));
 }
 
+/* Packs the keys of a tile, and fills in their units.  Keys stored mixed still are, unless they are rotated. */
 static void pack_keys(const kvc_task *t, const kvc_tile *tile, float *units) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
@@ -86,7 +93,7 @@ static void pack_keys(const kvc_task *t, const kvc_tile *tile, float *units) {
 /* Values of smaller units, below 1.1e-16, count as 0: sums of exp over such a unit would not be finite. */
 static const float LEAST_UNIT = 0x1p-60f;
 
-/* Rounds the next n values of f32 to int8. */
+/* Rounds the next n values to int8; with codes of 0 if their unit is below LEAST_UNIT. */
 static void round_values(const kvc_task *t, kvc_walk *values, int32_t n, int8_t *codes, float *units) {
     const int32_t dim = t->call->plan->v_dim;
     for (int32_t i = 0; i < n; i += ROUNDED_ROWS)
@@ -96,6 +103,7 @@ static void round_values(const kvc_task *t, kvc_walk *values, int32_t n, int8_t 
         if (units[i] < LEAST_UNIT) memset(codes + i * dim, 0, (size_t)dim);
 }
 
+/* Packs the values of a tile, and fills in their units. */
 static void pack_values(const kvc_task *t, const kvc_tile *tile, float *units) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
@@ -116,7 +124,7 @@ static void pack_values(const kvc_task *t, const kvc_tile *tile, float *units) {
 
 /* ---- units of values --------------------------------------------------------------------------------------------- */
 
-/* Returns the logarithm of a normal number, right to about 1e-7. */
+/* Returns the logarithm of a normal number, right to about 1e-7: x is scaled to about 1, where log(x) = 2 artanh(s). */
 static float log_of(float x) {
     const float ln_2 = 0.693147180559945309f;
     uint32_t bits;
@@ -129,7 +137,7 @@ static float log_of(float x) {
     return (float)exponent * ln_2 + s * (2 + z * (2.0f / 3 + z * (2.0f / 5 + z * (2.0f / 7 + z * (2.0f / 9)))));
 }
 
-/* Makes of the units of n values what weights take.  Of a value that is not finite, both are NaN. */
+/* Sets the logarithms of n units, and 1 over them, as weights take them; NaN for values that are not finite. */
 static void take_units(kvc_byte_units *to, const float *units, int32_t n) {
     for (int32_t j = 0; j < n; j++) {
         const float unit = units[j] > LEAST_UNIT ? units[j] : LEAST_UNIT;

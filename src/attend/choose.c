@@ -1,7 +1,9 @@
 /* choose.c: runs tasks of a plan for choosing.  kvc_choose runs all of them, and kvc_plan_choose one.
  *
- * A slice is one token, and all its rows by position.  A task ranks the rows of a split.  The task that ends a slice's
- * last split chooses for all of the token's choices, as nothing else is left to do.
+ * A slice is one token, and all its rows by position, cut into splits.  A task ranks the rows of a split: it gives each
+ * a key for each choice, an integer that is larger for a better score.  The task that ends a slice's last split chooses
+ * for all of the token's choices, as nothing else is left to do.  An entry is what is chosen: a row, or, with `block`,
+ * a block of rows.  Its id is its position, or the number of the block.
  */
 #include <math.h>
 #include <string.h>
@@ -19,7 +21,7 @@ static uint32_t *ranks_of(const kvc_task *t) {
     return (uint32_t *)(void *)(t->workspace + t->call->plan->choosing.ranks);
 }
 
-/* Returns the keys of a task's slice for choice c, of all its rows.  A single split's are in the workspace. */
+/* Returns the keys of all rows of a task's slice for choice c.  Those of several splits are in plan->partials. */
 static uint32_t *keys_of(const kvc_task *t, int32_t c) {
     const int is_whole = t->slice->num_splits == 1;
     uint32_t *const first = is_whole ? ranks_of(t) : (uint32_t *)(void *)(t->call->plan->partials + t->slice->partials);
@@ -32,7 +34,7 @@ static int rank_split(kvc_task *t) {
     return kvc_rank_rows(t, kvc_cursor_at(t->call, t->slice, 0, 0, begin, num_rows), ranks_of(t), num_rows);
 }
 
-/* Copies the keys of the task's split to the plan's. */
+/* Copies the keys of the task's split to plan->partials, where the slice's last task finds them. */
 static void keep_ranks(const kvc_task *t) {
     const int64_t begin = t->job->split * t->slice->split_rows, num_rows = kvc_split_rows(t->slice, t->job->split);
     for (int32_t c = 0; c < kvc_ranking_of(t)->args->num_choices; c++)
@@ -46,7 +48,7 @@ typedef struct entry_list {
     int64_t num;
 } entry_list;
 
-/* Adds an entry, or its key to the last one with the same id. */
+/* Adds an entry.  If the last one has the same id, it gets the larger of both keys instead. */
 static void add_entry(entry_list *to, int32_t id, uint32_t key) {
     if (key == KVC_NO_KEY) return;
     if (to->num && to->ids[to->num - 1] == id) {
@@ -115,8 +117,8 @@ static int64_t find_entry(const entry_list *list, int64_t id) {
     return begin;
 }
 
-/* Leaves only these entries to be chosen, of which each id has `unit` numbers.  Marks them by the sign bit of their ids
- * meanwhile. */
+/* Lets only the entries that `among` lists be chosen, by positions of which each id has `unit`; a negative one is none.
+ * Marks them by the sign bit of their ids meanwhile. */
 static void keep_among(entry_list *list, const int32_t *among, int32_t width, int32_t unit) {
     for (int32_t i = 0; i < width; i++) {
         const int32_t id = unit == 1 ? among[i] : among[i] / unit;
@@ -142,7 +144,7 @@ static void *entries_at(const kvc_task *t, const void *array, strides by, int32_
     return (char *)(uintptr_t)array + offset + c * by.choice;
 }
 
-/* Chooses for choice c, and writes what is chosen. */
+/* Chooses for choice c, and writes ids and scores.  own: the entry of the token itself, or the last that it sees. */
 static void choose(const kvc_task *t, int32_t c) {
     const kvc_choose_args *a = kvc_ranking_of(t)->args;
     const kvc_plan *plan = t->call->plan;

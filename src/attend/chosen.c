@@ -1,5 +1,9 @@
 /* chosen.c: the rows that a token chooses: see chosen.h.
  *
+ * A caller chooses rows by entries: positions, or numbers of blocks of positions.  A lister walks once over a token's
+ * entries and its sequence's segments, rows of one run each, by position.  A row is named if an entry has its position,
+ * and counts if the token also sees it.  Ranges of the counted rows are listed.
+ *
  * The rule for chosen rows.  A token's rows are ordered by position, and at one position by arrival.  They are cut
  * every KVC_SPLIT_ROWS.  So the bits of a result depend on nothing but the rows that are chosen and seen.
  */
@@ -55,8 +59,7 @@ kvc_status kvc_chosen_check(const kvc_plan_args *plan, int32_t num_kv_heads, int
 
 /* ---- entries in order -------------------------------------------------------------------------------------------- */
 
-/* Sorts entries, none of which is negative; `other` has room for as many.  Returns where they are: in one of the two.
- */
+/* Sorts entries, none of which is negative.  `other` has room for all.  Returns the array in which they are then. */
 static const int32_t *sort_entries(int32_t *entries, int32_t *other, int32_t num) {
     enum { BITS = 11, DIGITS = 1 << BITS };
     for (int shift = 0; shift < 32; shift += BITS) {
@@ -87,8 +90,8 @@ static int32_t count_ascending(const int32_t *entries, int32_t width) {
     return falls ? -1 : num;
 }
 
-/* Returns where a token's entries are, in ascending order and without negative ones: where the caller has them, or
- * else sorted, in the workspace. */
+/* Returns a token's entries in ascending order, without negative ones, and sets *num to their number.  They are the
+ * caller's array if it is in this order, otherwise a sorted copy in the workspace. */
 static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
     const kvc_call *c = t->call;
     const kvc_chosen *chosen = &c->chosen;
@@ -111,9 +114,10 @@ static const int32_t *take_entries(const kvc_task *t, int32_t *num) {
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
 
+/* Whether the list is full, or has all rows. */
 static int is_done(const kvc_row_lister *l) { return l->ranges == l->ranges_end || l->num_rows == l->most; }
 
-/* Returns the first segment from `at` on that ends behind a position.  Looks at those near `at` first. */
+/* Returns the first segment from `at` on that ends behind a position.  Doubles the step, then halves it: it is near. */
 static const kvc_segment *find_segment(const kvc_segment *at, const kvc_segment *end, int32_t position) {
     if (at == end || at->position + at->count > position) return at;
     int64_t step = 1;
@@ -125,7 +129,7 @@ static const kvc_segment *find_segment(const kvc_segment *at, const kvc_segment 
     return at + 1;
 }
 
-/* Adds `count` rows of a segment from row `offset` on. */
+/* Adds `count` rows of a segment, from row `offset` on, to the list, or to its last segment if they follow it. */
 static void add_rows(kvc_row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
     kvc_segment row = *from;
     row.slot += offset;
@@ -140,7 +144,8 @@ static void add_rows(kvc_row_lister *l, const kvc_segment *from, int32_t offset,
         l->to[l->num_segments++] = row;
 }
 
-/* Passes `count` rows of a segment from row `offset` on, and adds those in the ranges that are not listed yet. */
+/* Counts `count` rows of a segment, from row `offset` on, and adds those in a range to the list, while there is room.
+ * l->at: the number of rows counted before; rows below l->from are listed already. */
 static void pass_rows(kvc_row_lister *l, const kvc_segment *from, int32_t offset, int32_t count) {
     const int64_t first = l->at, end = first + count;
     l->at = end;
@@ -156,7 +161,8 @@ static void pass_rows(kvc_row_lister *l, const kvc_segment *from, int32_t offset
     }
 }
 
-/* Adds the rows at positions [begin, end) that the token sees if its policy shows these positions. */
+/* Adds the rows at positions [begin, end) that the token sees, if its policy shows these positions.  In a tree, the
+ * batch's own rows are seen if they are an ancestor's, whatever their position. */
 static void add_positions(kvc_row_lister *l, int64_t begin, int64_t end) {
     const int is_tree = l->batch->parents != NULL;
     const int64_t causal_end = kvc_smaller(end, (int64_t)l->seen.last + 1);
@@ -202,7 +208,7 @@ kvc_row_lister kvc_list_seen(const kvc_task *t, const kvc_row_range *ranges, int
                         .ranges = ranges,
                         .ranges_end = ranges + num_ranges};
     if (c->policy->kind == KVC_CROSS) l.seen.last = INT32_MAX;
-    if (l.seen.sinks >= l.seen.low) l.seen.sinks = l.seen.low = 0;
+    if (l.seen.sinks >= l.seen.low) l.seen.sinks = l.seen.low = 0; /* no gap between sinks and window */
     return l;
 }
 
@@ -220,7 +226,8 @@ kvc_row_lister kvc_list_chosen(const kvc_task *t, int64_t first) {
     return l;
 }
 
-/* Names the rows of the next entries whose blocks touch, or of the tail.  Returns 0 if no entry is left. */
+/* Sets l->named to the rows of the next entries whose blocks touch, or, behind all entries, to the tail, which is then
+ * INT64_MAX: none.  Returns 0 if nothing is left. */
 static int name_next(kvc_row_lister *l) {
     if (l->entries == l->entries_end) {
         const int is_left = l->tail != INT64_MAX;

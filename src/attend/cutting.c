@@ -1,5 +1,9 @@
 /* cutting.c: cuts the queries of a batch into slices, and the rows that each sees into segments and splits.
  *
+ * A slice is query tokens of one sequence with the rows that they see.  Positions in its reach are [0, sinks) and [low,
+ * end).  Its rows are stored runs, consecutive slots of a block each, then the batch's own rows.  A segment is a part
+ * of a run in reach, and a split is some segments' rows.  Keys of a run are off by its delta if the rows were moved.
+ *
  * The rule for slices and splits.  It depends on the lengths of the sequence alone, never on threads, blocks or the
  * rest of the batch, so that the results of one sequence are always added up in the same order:
  *   - Up to KVC_STREAM_QUERIES query rows per KV head are one slice, which is streamed: every stored row is read once
@@ -8,9 +12,8 @@
  *   - More query rows are tiled.  Up to KVC_TASK_QUERIES are one slice.  More are cut into slices of about
  *     KVC_TILE_QUERIES, or a half or a quarter of that if the sequence would otherwise have less than KVC_TILED_TASKS
  *     tasks.  The rows in reach of a slice are cut every KVC_SPLIT_ROWS, or every 3/2, 2, 3, 4, 6 ...  times as many,
- *     so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and
- *     few, as a part's result is large here and takes time to merge.
- *     Slices in bytes have twice as many query rows.  pays_in_bytes says which sequences are in bytes.
+ *     so that the sequence has at most KVC_TILED_TASKS tasks: two for each of 64 threads, and few, as results are large
+ *     here.  Slices in bytes have twice as many query rows.  pays_in_bytes says which sequences are in bytes.
  *   - Where rows are chosen, each token is a slice, which is tiled if it alone has more than KVC_STREAM_QUERIES query
  *     rows.  The chosen rows are cut every KVC_SPLIT_ROWS.
  *   - Where a plan chooses, each token is a slice, too.  Its rows may be cut anyhow, because each is ranked by itself.
@@ -19,9 +22,8 @@
  * An example of slices, with 8 KV heads and 4 query heads of each:
  *   - A sequence of 1,300 rows decodes a token: 4 query rows, a slice that is streamed.  Its splits are the rows
  *     [0, 512), [512, 1024) and [1024, 1300).
- *   - A prompt of 100 tokens has 400 query rows, which are tiled.  Slices of 256 query rows would be 2 * 8 tasks,
- *     slices of 128 would be 4 * 8, and both are fewer than KVC_TILED_TASKS.  So slices have a quarter of 256 query
- *     rows: there are 6 slices of 16 tokens, and one of 4.
+ *   - A prompt of 100 tokens has 400 query rows, which are tiled.  Slices of 256 or 128 query rows would be 16 or 32
+ *     tasks, fewer than KVC_TILED_TASKS.  So slices have 64 query rows: 6 slices have 16 tokens, and one has 4.
  *
  * An example of segments, for a window of 64 and 4 sinks.  A token at position 100 sees the positions [0, 4) and
  * [37, 101).  The sequence has a run of positions [0, 64) in block A, and one of [64, 100) in block B:
@@ -29,7 +31,7 @@
  *     segments    A [0, 4)   A [37, 64)   B [64, 100)   [100, 101), the batch's own row
  *     num_rows    4 + 27 + 36 + 1 = 68, which are one split
  *
- * Arrays are allocated between two passes over the same function, one that counts and one that lists: cut_queries for
+ * Arrays are allocated between two passes over the same function, which first counts, then lists: cut_queries for
  * slices (kvc_count_slices, kvc_list_slices), visit_own_rows for the batch's own rows (count_own_rows, list_segment).
  */
 #include "attend/cutting.h"
@@ -59,8 +61,8 @@ static int32_t slice_tokens(const kvc_plan *plan, int32_t way, int64_t query_row
     return most > plan->parts.heads ? most / plan->parts.heads : 1;
 }
 
-/* Returns the query tokens of a sequence, not cut yet.  These are those in the plan's range, which are side by side, as
- * tokens of a sequence are listed in rising order. */
+/* Returns the query tokens of a sequence, not cut yet: its tokens in the plan's range.  They stand side by side in
+ * batch->order, where tokens of a sequence rise. */
 static query_cut queries_of(const kvc_batch *batch, const kvc_plan_args *args, int32_t sequence) {
     const kvc_batch_sequence *member = &batch->sequences[sequence];
     const int32_t end = args->first + args->num_tokens;
@@ -70,8 +72,8 @@ static query_cut queries_of(const kvc_batch *batch, const kvc_plan_args *args, i
     return cut;
 }
 
-/* Returns whether the query tokens of a sequence, of which there are num_queries, may select rows.  Rows count here
- * that the tokens do not see. */
+/* Returns whether the num_queries query tokens of a sequence may select rows.  Counts all rows of the sequence, also
+ * those that the tokens do not see. */
 static int may_select(const kvc_batch *batch, const kvc_plan_args *args, int32_t sequence, int32_t num_queries) {
     const kvc_batch_sequence *member = &batch->sequences[sequence];
     const kvc_run_list *stored = &member->sequence->runs[batch->cache->group_of[args->layer]];
@@ -158,8 +160,7 @@ void kvc_cut_masked(const kvc_plan *plan, const kvc_shown *shown, kvc_run *runs)
 
 /* ---- the rows of a slice ----------------------------------------------------------------------------------------- */
 
-/* Finds the positions, or the rows of a group with a stride, that the queries of a slice see, unless they are masked.
- */
+/* Finds the positions that the queries of a slice see, masked or not.  In a group with a stride, these are rows. */
 static void find_reach(const kvc_plan *plan, const kvc_run_list *list, kvc_new_slice *u) {
     const kvc_batch *batch = plan->batch;
     const kvc_policy *policy = &batch->cache->policies[plan->group];
@@ -249,7 +250,7 @@ static void visit_own_rows(const kvc_plan *plan, const kvc_new_slice *u, uint8_t
     }
 }
 
-/* Counts a segment of the batch's own rows; context: the kvc_new_slice. */
+/* Counts a segment of the batch's own rows, and notes whether positions rise; context: the kvc_new_slice. */
 static void count_own_rows(void *context, const kvc_run *segment, int32_t token) {
     kvc_new_slice *u = context;
     (void)token;
@@ -305,9 +306,9 @@ static void cut_rows(const kvc_plan *plan, int32_t num_slices, kvc_query_slice *
     if (!slice->num_splits) slice->num_splits = 1; /* a slice that sees nothing needs a task too, which writes zeros */
 }
 
-/* Cuts the rows of a slice for which a plan chooses, or whose token selects, into whole units.  With one split, a task
- * keeps what it needs in its workspace.  A single split has room for any number of rows.  So slices of any length are
- * of one kind and may share rows, but no slice of another kind shares rows with them. */
+/* Cuts the rows of a slice for which a plan chooses, or whose token selects, into splits of whole units.  With enough
+ * tasks, a slice is one split, whose results stay in the workspace.  Its split_rows are the most that fit: slices of
+ * any length then have the same and may share rows (jobs.c). */
 static void cut_ranked(const kvc_plan *plan, kvc_query_slice *slice) {
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
     const int64_t tasks = (int64_t)plan->num_slices * plan->parts.num;
@@ -354,10 +355,10 @@ void kvc_allow_bytes(kvc_plan *plan) {
     }
 }
 
-/* Whether slices of a cut in bytes take less time than exact ones, where a token sees num_rows rows.  The unit is what
- * one query row saves at one row, and depends on the dimensions.  A row costs some units for each slice, because it is
- * rounded and packed.  A query row costs units, too: it is rounded, and tiles are filled up to KVC_PANEL rows.  It
- * costs half of the slice's tokens more, because a longer slice sees more rows that most of its tokens do not see.
+/* Whether slices cut for bytes take less time than exact ones, where a token sees num_rows rows.  The unit of time is
+ * what one query row saves at one row, and depends on the dimensions.  A row costs some units for each slice, because
+ * it is rounded and packed.  A query row costs units, too: it is rounded, and tiles are filled up to KVC_PANEL rows.
+ * It costs half of the slice's tokens more, because a longer slice sees more rows that most of its tokens do not see.
  * docs/design/kernels.md has the measurements.  These are the only numbers that count here, so that the bits of a
  * sequence are the same on all processors, for any threads and beside any sequences. */
 static int pays_in_bytes(const kvc_plan *plan, const query_cut *cut, int64_t num_rows) {
@@ -368,8 +369,8 @@ static int pays_in_bytes(const kvc_plan *plan, const query_cut *cut, int64_t num
     return query_rows * num_rows >= of_row * num_rows + of_query * query_rows;
 }
 
-/* Cuts the query tokens of a sequence as kvc_list_slices lists them.  The token in the middle stands for all: of the
- * rows that it sees, masked ones do not count. */
+/* Cuts the query tokens of a sequence into slices: in bytes if that pays, otherwise exactly.  Judges by the number of
+ * rows that the token in the middle sees, without masked ones. */
 static query_cut cut_listed(const kvc_plan *plan, const kvc_shown *shown, int32_t sequence, uint8_t *marks) {
     const query_cut exact = cut_queries(plan, sequence, 0), in_bytes = cut_queries(plan, sequence, 1);
     const int32_t num = exact.end - exact.first;
@@ -397,8 +398,7 @@ static int32_t list_choosing(const kvc_plan *plan, const kvc_shown *shown, int32
                                    .by_token = 1,
                                    .selects = seen != NULL}};
     find_rows(plan, shown, &all, marks);
-    /* Each position has one row where positions rise.  The tail of a token that sees later rows is as long as these
-     * are. */
+    /* The most rows that can be chosen: positions that rise have one row each, but a tail may reach later rows. */
     const int sees_later = plan->args.non_causal || all.pending->to == KVC_TO_CROSS;
     const int64_t most =
         !all.stored_rises || sees_later ? INT64_MAX : plan->args.max_chosen + (all.rises ? 0 : all.own_rows);
@@ -449,7 +449,7 @@ int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_sl
 
 /* ---- segments ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the index of a delta among the plan's, counted from 1. */
+/* Returns the delta_index of a delta, which the plan has: its index in plan->deltas.values, plus 1. */
 static int32_t find_delta_index(const kvc_plan *plan, int32_t delta) {
     int32_t begin = 0, end = plan->deltas.num;
     while (begin < end) {
@@ -468,7 +468,7 @@ typedef struct listing {
     int64_t first;
 } listing;
 
-/* Adds a segment; the batch's own rows go to the last one if they lie behind it.  context: the listing. */
+/* Adds a segment to the plan, or its rows to the last segment if both are the batch's own and it follows that one. */
 static void list_segment(void *context, const kvc_run *segment, int32_t token) {
     const listing *list = context;
     kvc_plan *plan = list->plan;
@@ -501,14 +501,14 @@ int64_t kvc_most_segments(const kvc_new_slice *u, int goes_on) {
     return (u->tangled_rows > u->own_rows ? 0 : stored) + u->tangled_rows; /* sort_rows takes one for each row */
 }
 
-/* Orders single rows by position, and rows at one position by arrival, of which `count` is the number here. */
+/* Orders single rows by position, and rows at one position by their numbers in order of arrival: `count`, here. */
 static int compare_rows(const void *a, const void *b) {
     const kvc_segment *x = a, *y = b;
     if (x->position != y->position) return x->position < y->position ? -1 : 1;
     return (x->count > y->count) - (x->count < y->count);
 }
 
-/* Sorts the plan's segments from `first` on by position, however they overlap.  There is room for num_rows segments. */
+/* Sorts the plan's segments from `first` on by position: cuts them into rows, sorts these, and joins them again. */
 static void sort_rows(kvc_plan *plan, int64_t first, int64_t num_rows) {
     kvc_segment *const to = plan->segments + first;
     int64_t n = num_rows, num = 0;
@@ -534,8 +534,8 @@ static void sort_rows(kvc_plan *plan, int64_t first, int64_t num_rows) {
     plan->num_segments = first + num;
 }
 
-/* Adds the segments of a slice whose token chooses rows, as kvc_list_segments does.  The slice has the segments of all
- * query tokens of its sequence, by position, which `before` has already unless it is NULL. */
+/* Does what kvc_list_segments does for a slice whose token chooses rows.  It has the segments of all query tokens of
+ * its sequence, by position: those of `before`, or new ones if that is NULL. */
 static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice,
                              const kvc_query_slice *before, uint8_t *marks) {
     if (before) {
@@ -555,7 +555,7 @@ static void list_by_position(kvc_plan *plan, const kvc_new_slice *from, kvc_quer
     plan->starts[slice->first_start] = (kvc_split_start){list.first, 0};
 }
 
-/* Adds the rows of a slice that goes on from `before` and are new.  Returns where the slice begins. */
+/* Adds the rows of a slice that `before` lacks, behind the segments of that one.  Returns where the slice begins. */
 static kvc_split_start list_new_rows(kvc_plan *plan, const kvc_new_slice *from, kvc_query_slice *slice,
                                      const kvc_query_slice *before, uint8_t *marks) {
     kvc_split_start start = plan->starts[before->first_start];

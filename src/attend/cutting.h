@@ -61,8 +61,7 @@ int64_t kvc_most_shown_runs(const kvc_plan *plan);
 /* Fills in shown->stored, from shown->masked.  runs: memory for kvc_most_shown_runs(plan). */
 void kvc_cut_masked(const kvc_plan *plan, const kvc_shown *shown, kvc_run *runs);
 
-/* Resolves select_rows, which is not 0: checks it, and makes it 0 if no sequence selects.  The plan is then one for all
- * rows. */
+/* Resolves select_rows, which is not 0: checks it; makes it 0, so that all rows are read, if no sequence selects. */
 kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args);
 
 /* Returns an upper bound of how many slices the plan's queries are cut into. */

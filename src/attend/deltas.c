@@ -1,4 +1,7 @@
-/* deltas.c: how far the keys of a plan are moved, and the angles that rotate query rows back: see deltas.h. */
+/* deltas.c: how far the keys of a plan are moved, and the angles that rotate query rows back: see deltas.h.
+ *
+ * A delta is a row's position less the position for which its key was rotated.  A plan lists those of its rows.
+ */
 #include "attend/deltas.h"
 
 #include <stdlib.h>
@@ -23,6 +26,7 @@ void kvc_sort_deltas(kvc_plan *plan, int32_t num) {
             plan->deltas.values[plan->deltas.num++] = plan->deltas.values[i];
 }
 
+/* Layers that share a rope share its angles.  last: the rope of the layer before, whose angles are there already. */
 void kvc_compute_angles(kvc_plan *plan) {
     const kvc_cache *cache = plan->batch->cache;
     const size_t stride = (size_t)plan->deltas.angles_stride;

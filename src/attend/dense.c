@@ -1,7 +1,8 @@
 /* dense.c: copies rows to plain arrays and makes masks, for callers with an attention of their own.
  *
  * Rows are walked over twice, by kvc_batch_visit: once to count them, and so size a list of them, and once to list
- * them.
+ * them.  Each sequence's rows are listed by position.  With by_sequence, each sequence has its own place in the
+ * caller's arrays, as long as the longest sequence needs.  Otherwise all rows stand one sequence after the other.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -80,7 +81,7 @@ kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     return KVC_OK;
 }
 
-/* Checks that all sequences have equally many tokens in the batch, one sequence after the other. */
+/* Checks that the batch has equally many tokens of each sequence, and all tokens of one before those of the next. */
 static kvc_status check_in_step(const kvc_batch *batch) {
     const kvc_batch_sequence *first = &batch->sequences[0];
     for (int32_t s = 1; s < batch->num_sequences; s++)
@@ -125,7 +126,7 @@ static int by_id(const void *a, const void *b) {
     return (x->id > y->id) - (x->id < y->id);
 }
 
-/* Whether rows are in the order of positions.  Usually true, and skips the sort. */
+/* Whether rows are in the order of positions.  They usually are, and need not be sorted then. */
 static int is_sorted(const dense_row *rows, int64_t num) {
     int64_t i = 1;
     while (i < num && rows[i - 1].position <= rows[i].position) i++;
@@ -160,7 +161,7 @@ static kvc_rows_out rows_of(const dense *d, int32_t s) {
     return out;
 }
 
-/* Copies the listed rows [i, end).  Rows that lie side by side are copied at once. */
+/* Copies the listed rows [i, end).  Rows whose slots follow each other are copied at once, as a run. */
 static void copy_rows(const dense *d, kvc_reader *reader, int64_t i, int64_t end) {
     for (int64_t n; i < end; i += n) {
         const dense_row *rows = d->rows + i;

@@ -1,5 +1,9 @@
 /* jobs.c: which slices share rows, and in which order tasks are run.
  *
+ * A slice is query tokens of one sequence with the rows that they see, which are cut into splits.  A neighbour is a
+ * slice in a list that is sorted by runs of rows, and what it has in common with the slice before it.  A job is some
+ * splits of a slice, or one split of several neighbours.  A part is heads of one KV head.  A task is a job for a part.
+ *
  * The rule for tasks.  Which task computes what, and when, changes no bit, so the rule may look at everything:
  *   - Slices of whole sequences whose splits begin with the same rows, as those of forks do, become one job, which
  *     reads these rows once and then goes on with the rest of each.  A job has at most KVC_TASK_QUERIES query rows if
@@ -34,7 +38,7 @@ static int compare_starts(const kvc_run *a, const kvc_run *b) {
 
 static int is_same_run(const kvc_run *a, const kvc_run *b) { return a->count == b->count && compare_starts(a, b) == 0; }
 
-/* Orders slices by their kind: what must be the same before they can share rows. */
+/* Orders slices by their kind: the way they are attended to, split_rows, and what they see.  It must be the same. */
 static int compare_kinds(const kvc_new_slice *a, const kvc_new_slice *b) {
     int order = compare(a->slice.tiled, b->slice.tiled);
     if (!order) order = compare(a->slice.split_rows, b->slice.split_rows);
@@ -43,7 +47,7 @@ static int compare_kinds(const kvc_new_slice *a, const kvc_new_slice *b) {
     return order ? order : compare(a->stored.end, b->stored.end);
 }
 
-/* Orders two slices of one kind by the first run in which they differ: run same_runs. */
+/* Orders two slices of one kind by the first run in which they differ, which is number same_runs. */
 static int compare_runs(const kvc_new_slice *a, const kvc_new_slice *b, int32_t same_runs) {
     if (same_runs == a->num_runs || same_runs == b->num_runs) return compare(a->num_runs, b->num_runs);
     const kvc_run *x = a->runs + same_runs, *y = b->runs + same_runs;
@@ -51,14 +55,14 @@ static int compare_runs(const kvc_new_slice *a, const kvc_new_slice *b, int32_t 
     return order ? order : compare(x->count, y->count);
 }
 
-/* Orders slices by kind, then by stored rows, then by index.  same_runs: see kvc_neighbour. */
+/* Orders slices by kind, then by stored rows, then by index.  same_runs: leading runs of both; -1: of other kinds. */
 static int compare_slices(const kvc_new_slice *slices, int32_t a, int32_t b, int32_t same_runs) {
     const int order =
         same_runs < 0 ? compare_kinds(&slices[a], &slices[b]) : compare_runs(&slices[a], &slices[b], same_runs);
     return order ? order : compare(a, b);
 }
 
-/* Returns same_runs (see kvc_neighbour) of two slices; it is known to be at least `known`. */
+/* Returns how many leading runs two slices have in common, at least `known`; -1 if they are of different kinds. */
 static int32_t count_same_runs(const kvc_new_slice *a, const kvc_new_slice *b, int32_t known) {
     enum { STEP = 64 }; /* runs compared at once, as bytes: makes comparing long lists several times as fast */
     _Static_assert(sizeof(kvc_run) == sizeof(kvc_block *) + 4 * sizeof(int32_t), "runs have no padding");
@@ -70,9 +74,9 @@ static int32_t count_same_runs(const kvc_new_slice *a, const kvc_new_slice *b, i
     return same;
 }
 
-/* Merges two sorted lists.  Picks from the list whose first slice has more runs in common with the slice picked
- * last.  Compares the first slices only at a tie, and only from there on (Ng and Kakehi 2008).  So sorting costs no
- * more than one walk over the runs that slices have in common. */
+/* Merges two sorted lists.  Picks from the list whose first slice has more runs in common with the slice picked last.
+ * Only at a tie, compares the first slices, from the first run on that is not known to be equal (Ng and Kakehi 2008).
+ * So sorting costs no more than one walk over the runs that slices have in common. */
 static void merge(const kvc_new_slice *slices, kvc_neighbour *to, const kvc_neighbour *a, int32_t num_a,
                   const kvc_neighbour *b, int32_t num_b) {
     /* leading runs that the first slice of a, and of b, has in common with the slice picked last */
@@ -98,7 +102,7 @@ static int32_t same_rows_of_run(const kvc_new_slice *a, const kvc_new_slice *b, 
     return kvc_rows_in_reach(&a->stored, a->runs[run].count < b->runs[run].count ? &a->runs[run] : &b->runs[run]);
 }
 
-/* Finds which rows and splits a slice has in common with the one before it, and in which run its own splits begin. */
+/* Finds the leading rows and splits that a slice shares with the one before it, and where its own splits begin. */
 static void find_common_rows(kvc_new_slice *slices, kvc_neighbour *n) {
     kvc_new_slice *u = &slices[n->slice];
     const kvc_reach *reach = &u->stored;
@@ -136,8 +140,7 @@ void kvc_order_slices(kvc_new_slice *slices, int32_t num_slices, kvc_slice_order
 
 /* ---- jobs -------------------------------------------------------------------------------------------------------- */
 
-/* Adds a job: one split of the slices n[0 .. num), whose first `shared` rows are read once for all; or num_splits of
- * one slice. */
+/* Adds a job: one split of slices n[0 .. num), which share `shared` rows; or num_splits splits of one slice. */
 static void add_job(kvc_plan *plan, int32_t split, int32_t num_splits, const kvc_neighbour *n, int32_t num,
                     int64_t shared) {
     const kvc_job *last = plan->jobs.num ? &plan->jobs.items[plan->jobs.num - 1] : NULL;
@@ -157,7 +160,7 @@ static void add_job(kvc_plan *plan, int32_t split, int32_t num_splits, const kvc
     plan->jobs.items[plan->jobs.num++] = job;
 }
 
-/* Adds jobs of a slice alone for its splits from `split` on. */
+/* Adds jobs of a slice alone, for its splits from `split` on.  If splits are joined, a job takes several of them. */
 static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
     const kvc_neighbour alone = {.slice = number};
     const kvc_query_slice *slice = &plan->slices[number];
@@ -182,7 +185,7 @@ static void add_jobs_alone(kvc_plan *plan, int32_t number, int32_t split) {
 static int64_t shared_in_split(const kvc_plan *plan, const kvc_neighbour *n, int32_t split) {
     const kvc_query_slice *slice = &plan->slices[n->slice];
     const int64_t begin = split * slice->split_rows, end = begin + slice->split_rows;
-    if (n->same_rows <= begin) return 0; /* as for the first slice, which none is before */
+    if (n->same_rows <= begin) return 0; /* also for the first slice, whose same_rows are 0 */
     if (n->same_rows >= end) return slice->split_rows;
     const kvc_query_slice *before = &plan->slices[n[-1].slice];
     const int both_end = n->same_rows == slice->num_rows && n->same_rows == before->num_rows;

@@ -1,4 +1,9 @@
-/* minima.c: the share of attention that the minima of blocks have: see minima.h. */
+/* minima.c: the share of attention that the minima of blocks have: see minima.h.
+ *
+ * An element of a stored row is scale * code + minimum, with a scale and a minimum for each block of
+ * KVC_QUANT_ELEMENTS.  Kernels get rows without minima, which lie in the workspace as floats: [block][KVC_TILE rows].
+ * A query row's product with a row lacks, for each block, the minimum times the sum of the query's elements there.
+ */
 #include "attend/minima.h"
 
 #include <string.h>
@@ -24,7 +29,7 @@ void kvc_score_minima(const kvc_task *t, int32_t n) {
                              t->call->plan->k_dim / KVC_QUANT_ELEMENTS, 1, (kvc_ahead){.bytes = 0});
 }
 
-/* Adds to each column of a block of acc what its minima sum to. */
+/* Adds sums[b], the weighted sum of a block's minima, to each column of block b of a row of acc. */
 static void add_to_columns(float *acc, const float *sums, int32_t num_blocks) {
     for (int32_t b = 0; b < num_blocks; b++, acc += KVC_QUANT_ELEMENTS) {
         const float sum = sums[b]; /* which acc could overlap, as far as compilers know */
@@ -32,7 +37,8 @@ static void add_to_columns(float *acc, const float *sums, int32_t num_blocks) {
     }
 }
 
-/* The weights of a query row times the minima of a block are a product of two rows of floats, a score. */
+/* The weighted sum of a block's minima is the product of a row of weights and the block's row of minima: a score.  So
+ * the kernel that scores keys computes it, for up to KVC_TILE blocks at once. */
 void kvc_accumulate_minima(const kvc_task *t, int32_t n) {
     enum { AT_ONCE = 8 }; /* rows that kernels score at once: of fewer, each takes as long as all of these */
     const kvc_plan *plan = t->call->plan;

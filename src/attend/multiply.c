@@ -1,4 +1,9 @@
-/* multiply.c: attends to a tile for many query rows, by products of floats or as stored: see multiply.h. */
+/* multiply.c: attends to a tile for many query rows, by products of floats or as stored: see multiply.h.
+ *
+ * The keys of a tile are packed into one panel of the workspace, its values into another: the form that matrix products
+ * take.  A kvc_tiler has the kernels that pack and multiply.  If it has `weigh`, that kernel makes weights of scores,
+ * for a block of KVC_BLOCK_QUERIES query rows at a time.  Otherwise all query rows are one block.
+ */
 #include "attend/multiply.h"
 
 #include "attend/minima.h"
@@ -36,7 +41,7 @@ static void pack_values(const kvc_task *t, const kvc_tile *tile, kvc_pack_values
     }
 }
 
-/* Turns a block's scores, times scale, into weights, and multiplies acc where a maximum rose. */
+/* Turns a block's scores, times scale, into weights.  Where a query row's maximum rose, scales its row of acc. */
 static void weigh_block(const kvc_task *t, kvc_tile *tile, const query_block *b, float scale, kvc_weigh_fn *weigh) {
     const kvc_kernels *kernels = t->call->kernels;
     const kvc_plan *plan = t->call->plan;
@@ -62,8 +67,8 @@ void kvc_multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cur
     const kvc_tiler *values = kvc_value_tiler(t);
     const kvc_key_product keys = kvc_product_of(t, kvc_delta_index_of(t, current));
     const int32_t num = t->num_query_rows, at_once = values->weigh ? KVC_BLOCK_QUERIES : num;
-    const int32_t k_room = values->weigh ? plan->k_dim : KVC_PANEL,
-                  v_room = values->weigh ? KVC_WIDE_TILE : workspace->acc_stride;
+    const int32_t k_room = values->weigh ? plan->k_dim : KVC_PANEL, /* ldb of the panels: kvc_tiler */
+        v_room = values->weigh ? KVC_WIDE_TILE : workspace->acc_stride;
     pack_keys(t, current, keys.pack);
     kvc_next_tile(next, upcoming);
     kvc_walk next_keys = kvc_walk_keys(t, next), next_values = kvc_walk_values(t, next);
@@ -83,7 +88,7 @@ void kvc_multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cur
         if (kvc_key_minima_apart(t, current)) kvc_score_minima(t, current->n);
         weigh_block(t, current, &b, keys.scale, values->weigh);
         if (KVC_TYPES[t->v_as].has_row_scale) kvc_times_scales(t, current, 1);
-        if (!b.first) pack_values(t, current, values->pack_values);
+        if (!b.first) pack_values(t, current, values->pack_values); /* once, for all blocks */
         values->accumulate(t->acc + (size_t)b.first * (size_t)workspace->acc_stride, workspace->acc_stride, b.scores,
                            b.stride, t->workspace + workspace->values, v_room, b.end - b.first, plan->v_dim, current->n,
                            1, kvc_take_ahead(c, &next_values, ahead));

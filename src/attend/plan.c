@@ -1,5 +1,9 @@
 /* plan.c: makes plans: memory, and the public functions.
  *
+ * A slice is query tokens of one sequence with the rows that they see, and a split is a part of these.  A segment is
+ * rows of one run.  A part is query heads of one KV head.  A job is some splits of a slice, or one split of slices that
+ * share rows.  A task is a job for one part.  It works in a workspace, in which lay_out_* place arrays.
+ *
  * A plan is one allocation, whose size is known only once its slices are.  So new_plan and make_plan go this way:
  *   1. Count the slices, and take scratch for them; cut what is masked out of the stored runs.
  *   2. List them, with what each sees (cutting.c).
@@ -129,7 +133,7 @@ static uint64_t add_floats(kvc_plan *plan, uint64_t count) {
     return at;
 }
 
-/* Whether a layer of the plan's group stores blocks whose minima kernels do not take with them. */
+/* Whether a layer of the plan's group has a type with minima that kernels take without these, as q8_0 (minima.h). */
 static int has_minima_apart(const kvc_plan *plan, int any_tiled) {
     const kvc_cache *cache = plan->batch->cache;
     for (int32_t i = 0; i < cache->num_layers; i++) {
@@ -173,9 +177,9 @@ static void lay_out_choosing(kvc_plan *plan, const totals *t) {
     at->ids = add_floats(plan, (uint64_t)t->most_rows);
 }
 
-/* Adds what a task needs to select rows, and to attend to them.  First the task lists the rows of a split.  These take
- * the segments of the plan, and more where a token does not see own rows, or behind sinks.  Then the task lists the
- * rows that it selects, or all rows if it selects none, in splits of an attention. */
+/* Adds what a task needs to select rows, and to attend to them.  First the task lists the rows of a split.  These are
+ * at most as many segments as the plan has, and one more for each gap: behind sinks, and at own rows that a token does
+ * not see.  Then the task lists the rows that it attends to, split by split. */
 static void lay_out_selecting(kvc_plan *plan, const totals *t) {
     kvc_selecting *at = &plan->selecting;
     const int32_t heads = plan->parts.heads;
@@ -281,8 +285,7 @@ static uint64_t lay_out_arrays(const kvc_plan *plan, const totals *t, uint64_t *
     return size;
 }
 
-/* Copies a plan from the stack to the beginning of its allocation, points it at the arrays there, and copies the
- * caller's arrays. */
+/* Moves a plan from the stack to its allocation, points it at the arrays there, and copies the caller's arrays. */
 static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *start) {
     kvc_plan *plan = memcpy(start, sketch, sizeof *sketch);
     plan->slices = (void *)(start + at[PLAN_SLICES]);
@@ -310,8 +313,8 @@ static kvc_plan *place_plan(const kvc_plan *sketch, const uint64_t *at, char *st
 
 /* ---- deltas ------------------------------------------------------------------------------------------------------ */
 
-/* Counts the stored runs whose delta is neither 0 nor equal to the delta of the run before.  Lists these deltas,
- * unless deltas is NULL. */
+/* Counts the stored runs whose keys are off by a delta, other than that of the run before.  Lists these deltas, unless
+ * `deltas` is NULL.  So a delta may be listed several times. */
 static int32_t find_deltas(const maker *m, int32_t *deltas) {
     int32_t num = 0, last = 0;
     for (int32_t i = 0; i < m->plan->num_slices; i++) {
@@ -328,8 +331,7 @@ static int32_t find_deltas(const maker *m, int32_t *deltas) {
 
 /* ---- making a plan ----------------------------------------------------------------------------------------------- */
 
-/* Drops, in the child of the process's fork(), what threads of the parent were doing: making the plan, or running a
- * task of it. */
+/* Drops, in the child of a fork(), what threads of the parent were doing: making the plan, or running its tasks. */
 static void after_fork(kvc_plan_link *link) {
     kvc_plan *plan = (kvc_plan *)link;
     if (!plan->is_made) return;
@@ -348,7 +350,7 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
     if (plan) {
         plan->link = (kvc_plan_link){.next = batch->plans, .size = size, .after_fork = after_fork};
         batch->plans = &plan->link;
-        atomic_flag_clear(&plan->taken);
+        atomic_flag_clear(&plan->taken); /* gives the flag a value; then this call takes the plan */
         atomic_flag_test_and_set(&plan->taken);
         for (int32_t i = 0; i < plan->workspaces.num; i++) atomic_flag_clear(&plan->workspaces.taken[i]);
     }
@@ -356,9 +358,9 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
     return plan;
 }
 
-/* Decides how slices that choose rows become tasks, which changes no bit.  If there are enough of them, a task does all
- * splits of a slice.  Otherwise heads are cut into parts, until there are enough tasks.  If there are more than enough,
- * a task does several splits: each task goes through its token's list, so that a long list makes no more tasks. */
+/* Decides how slices that choose rows become tasks, which changes no bit.  With enough slices, a task does all splits
+ * of a slice.  Otherwise query heads are cut into parts, until there are enough tasks.  With more splits than enough, a
+ * task does several: each task walks through its token's whole list of chosen rows. */
 static void cut_chosen(maker *m) {
     kvc_plan *plan = m->plan;
     const int64_t threads = plan->args.num_threads, enough = KVC_TASKS_PER_THREAD * threads;
@@ -382,7 +384,7 @@ static kvc_plan *make_plan(maker *m) {
     sketch->num_slices = kvc_list_slices(sketch, &m->shown, m->slices, m->marks);
     if (sketch->args.max_chosen) cut_chosen(m);
     kvc_order_slices(m->slices, sketch->num_slices, &m->order);
-    sketch->deltas.num = find_deltas(m, NULL); /* equal ones perhaps several times */
+    sketch->deltas.num = find_deltas(m, NULL); /* an upper bound, to size the list by */
     if (sketch->deltas.num) kvc_find_angles_stride(sketch);
     const totals t = lay_out_slices(m);
     sketch->workspaces.num = (int32_t)kvc_smaller(sketch->args.num_threads, t.splits * sketch->parts.num);
@@ -453,7 +455,7 @@ static kvc_status new_plan(kvc_batch *batch, const kvc_plan_args *args, kvc_plan
 
 /* ---- the public functions ---------------------------------------------------------------------------------------- */
 
-/* Checks what says for how many choices a plan chooses, and for how many chosen rows it is. */
+/* Checks num_choices, max_chosen and chosen_width, and fills in their defaults. */
 static kvc_status resolve_choices(const kvc_cache *cache, kvc_plan_args *args) {
     const kvc_layer *layer = &cache->layers[args->layer];
     const int32_t heads = args->num_heads, kv_heads = layer->num_kv_heads, num = args->num_choices;

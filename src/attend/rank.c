@@ -1,4 +1,10 @@
-/* rank.c: ranks the rows of a task's token: see rank.h. */
+/* rank.c: ranks the rows of a task's token: see rank.h.
+ *
+ * To rank a row is to give it a key for each choice: its score, as an integer of the same order.  A choice has some
+ * query heads, whose scores are added up, each in a lane of vectors (kvc_rank_query).  A delta is how far rows were
+ * moved since their keys were rotated, and delta_index its number, 0 for none.  Queries are rotated for it.  A tile
+ * lists its rows as stretches: rows at equal distances in memory.
+ */
 #include "attend/rank.h"
 
 #include <math.h>
@@ -10,7 +16,7 @@
 
 /* ---- queries ----------------------------------------------------------------------------------------------------- */
 
-/* Returns the type as which kernels rank keys, of queries that were rotated for this delta, or not. */
+/* Returns the type as which kernels rank keys with this delta; bf16 only if queries are, and need not be rotated. */
 static int32_t rank_as(const kvc_ranking *k, int32_t delta_index) {
     enum { MOST_BYTES = 1 << 16 }; /* of int8, whose products' sum fits a lane */
     const kvc_call *c = &k->call;
@@ -26,7 +32,7 @@ static int32_t lane_of(const kvc_ranking *k, int32_t head) {
     return head / per_kv * k->lanes.num + in_kv / k->lanes.heads * k->lanes.choice_lanes + in_kv % k->lanes.heads;
 }
 
-/* Returns the queries of a KV head; packed as steps of `dim` elements of a type. */
+/* Returns the queries of a KV head, which are packed in steps of KVC_STEP_BYTES, as type `as`. */
 static kvc_rank_query query_of(const kvc_task *t, int32_t head, int32_t as) {
     const kvc_ranking *k = kvc_ranking_of(t);
     const kvc_plan *plan = k->call.plan;
@@ -42,7 +48,7 @@ static kvc_rank_query query_of(const kvc_task *t, int32_t head, int32_t as) {
                             .relu = k->args->relu};
 }
 
-/* Returns a query head's elements as floats, as products take them. */
+/* Converts a query head to floats in t->q, rotates it for a delta, and multiplies it by the matrix of stored keys. */
 static const float *load_query(const kvc_task *t, const char *q, int32_t delta_index) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim;
@@ -53,7 +59,7 @@ static const float *load_query(const kvc_task *t, const char *q, int32_t delta_i
     return t->q;
 }
 
-/* Packs the query of one head. */
+/* Packs the query of one head into its lane.  For int8, the head's unit becomes a part of its weight. */
 static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta_index) {
     const kvc_ranking *k = kvc_ranking_of(t);
     const kvc_choose_args *a = k->args;
@@ -74,7 +80,7 @@ static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta
         k->call.kernels->round(codes, &unit, (const float *)(const void *)row, 0, 1, k->call.plan->k_dim);
         weight *= unit;
         for (int32_t d = 0; d < k->call.plan->k_dim; d++) sum += codes[d];
-        ((int32_t *)(void *)(t->workspace + k->call.plan->choosing.starts))[lane] = -128 * sum;
+        ((int32_t *)(void *)(t->workspace + k->call.plan->choosing.starts))[lane] = -128 * sum; /* kvc_rank_query */
         row = (const char *)codes;
     }
     t->workspace[k->call.plan->choosing.weights + (size_t)lane] = weight;
@@ -131,8 +137,8 @@ static kernel_rows rows_of(const kvc_task *t, const kvc_tile *tile, int32_t as) 
     return (kernel_rows){first, stride};
 }
 
-/* Fills in what the products of each row are multiplied by.  Scaled queries would make different products of equal
- * ones, by rounding. */
+/* Fills in what the products of each row are multiplied by: the scale of scores, times the row's scale if it has one.
+ * If queries were scaled instead, rounding would make equal products differ. */
 static void find_factors(const kvc_task *t, const kvc_tile *tile, int32_t as, float factors[KVC_TILE]) {
     const kvc_call *c = t->call;
     uint8_t copies[KVC_TILE][KVC_SCALE_BYTES];
@@ -142,7 +148,7 @@ static void find_factors(const kvc_task *t, const kvc_tile *tile, int32_t as, fl
     for (int32_t j = 0; j < tile->n; j++) factors[j] *= c->scale;
 }
 
-/* Adds the scores that a KV head gives the rows of a tile to the choices' totals, or makes these its scores. */
+/* Adds a KV head's scores of the rows of a tile to its choices' totals, which a choice's first KV head sets. */
 static void add_scores(const kvc_task *t, int32_t head, const float *scores, int32_t n, float *totals) {
     const kvc_ranking *k = kvc_ranking_of(t);
     const int32_t kv_heads = k->call.plan->num_kv_heads, num_choices = k->args->num_choices;
@@ -153,7 +159,7 @@ static void add_scores(const kvc_task *t, int32_t head, const float *scores, int
     }
 }
 
-/* Scores a tile for all choices; `rows`: a cursor that the tile begins at.  Returns the totals. */
+/* Scores a tile for all choices, KV head by KV head.  rows: a cursor before the tile.  Returns the totals. */
 static const float *score_tile(kvc_task *t, const kvc_cursor *rows) {
     const kvc_call *c = t->call;
     const kvc_choosing *at = &c->plan->choosing;
@@ -190,7 +196,7 @@ static void write_keys(const kvc_task *t, kvc_tile *tile, const float *totals, u
 
 int kvc_rank_rows(kvc_task *t, kvc_cursor rows, uint32_t *keys, int64_t stride) {
     kvc_tile tile;
-    rows.changes_to_mix = 0; /* keys are never rotated: products of int8 stay exact */
+    rows.changes_to_mix = 0; /* each tile has one delta, so keys are never rotated: products of int8 stay exact */
     for (;;) {
         if (kvc_is_cancelled(t->call)) return 0;
         if (!rows.num_rows) return 1;

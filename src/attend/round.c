@@ -1,4 +1,9 @@
-/* round.c: which tasks of a plan were run, and which are running: see round.h. */
+/* round.c: which tasks of a plan were run, and which are running: see round.h.
+ *
+ * A round is one run of each task, for one layer and its arrays, by calls of kvc_plan_run.  Once a task is run a second
+ * time, the round is a rerun until the next round.  Then each task merges again the splits of its slices, if all are
+ * done.  plan->remaining counts the splits of each slice that are still to be run.
+ */
 #include "attend/round.h"
 
 #include <string.h>
@@ -19,7 +24,8 @@ static kvc_status join_round(kvc_plan *plan, int32_t layer, const kvc_attend_arg
     if (round->num_running)
         return kvc_fail(KVC_ERR_BUSY, "tasks are being run for layer %d: a plan serves one layer at a time",
                         round->layer);
-    if (round->num_done == plan->jobs.num_tasks && !round->is_rerun) { /* `remaining` is what it was before */
+    /* After a whole round, each last task has reset `remaining`; otherwise kvc_plan_reset counts anew. */
+    if (round->num_done == plan->jobs.num_tasks && !round->is_rerun) {
         memset(round->states, KVC_TASK_OPEN, (size_t)plan->jobs.num_tasks);
         round->num_done = 0;
     } else if (round->num_done) {
@@ -51,7 +57,7 @@ kvc_status kvc_round_begin(kvc_call *c, int32_t layer, int64_t task) {
         status = join_round(plan, layer, c->args); /* another layer may have begun meanwhile */
     }
     if (status == KVC_OK && begins_rerun(round, task)) {
-        kvc_plan_recount(plan); /* in a rerun, `remaining` counts the splits whose results are missing */
+        kvc_plan_recount(plan); /* by states: tasks that ended a slice had reset `remaining` for the next round */
         round->is_rerun = 1;
     }
     if (status == KVC_OK && round->states[task] == KVC_TASK_RUNNING)

@@ -1,4 +1,10 @@
-/* run.c: runs all tasks of a plan, or one: see run.h. */
+/* run.c: runs all tasks of a plan, or one: see run.h.
+ *
+ * A slice is query tokens of one sequence, with the rows that they see, which are cut into splits.  A part is heads of
+ * one KV head.  A job is some splits of a slice, or one split of slices that share rows.  A task is a job for one part.
+ * plan->remaining counts the splits of each slice and part that are still to be run.
+ * kvc_plan_run may run a task again: was_done says so of this task, is_rerun of any task of the round.
+ */
 #include "attend/run.h"
 
 #include <math.h>
@@ -13,7 +19,7 @@
 kvc_cursor kvc_cursor_from(const kvc_call *c, const kvc_query_slice *slice, int32_t part, const kvc_segment *segment,
                            int64_t offset, int64_t count) {
     const kvc_plan *plan = c->plan;
-    while (count && offset >= segment->count) offset -= segment++->count;
+    while (count && offset >= segment->count) offset -= segment++->count; /* to the segment that has the row */
     kvc_cursor at = {.layout = c->layout,
                      .segment = segment,
                      .offset = (int32_t)offset,
@@ -79,6 +85,7 @@ static int32_t take_workspace(kvc_plan *plan) {
 
 /* ---- running tasks ----------------------------------------------------------------------------------------------- */
 
+/* In a rerun, `remaining` stays 0 once all splits are done, so that each task after that merges them again. */
 int kvc_ends_slice(const kvc_task *t) {
     const kvc_call *c = t->call;
     atomic_int *remaining = &c->plan->remaining[t->slice->first_counter + t->part];
@@ -88,7 +95,8 @@ int kvc_ends_slice(const kvc_task *t) {
     return 1;
 }
 
-/* Does the work of task i and ends it, unless the call is cancelled; for kvc_parallel, with the kvc_call as context. */
+/* Does the work of task i and ends it, unless the call is cancelled; for kvc_parallel.  context: the kvc_call.  In a
+ * rerun, tasks end one by one, because they may write the same output. */
 static void run_task(void *context, int64_t i) {
     kvc_call *c = context;
     kvc_plan *plan = c->plan;
@@ -134,7 +142,7 @@ kvc_status kvc_check_plan_layer(const kvc_plan *plan, int32_t layer) {
     return KVC_OK;
 }
 
-/* Checks that the batch's own rows that a slice sees were put, or are about to be, by `put`. */
+/* Checks that the batch's own rows that a slice sees were put, or will be put by `put`, unless that is NULL. */
 static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice, int32_t layer,
                              const kvc_put_args *put) {
     const kvc_batch *batch = plan->batch;
@@ -145,7 +153,7 @@ static kvc_status check_seen(const kvc_plan *plan, const kvc_query_slice *slice,
     const kvc_split_start *start = &plan->starts[slice->first_start]; /* a window may begin inside of a segment */
     for (int64_t p = slice->first_own_segment; p < slice->end_segment; p++) {
         const kvc_segment *segment = &plan->segments[p];
-        const int32_t num = p + 1 < slice->end_segment ? segment->count : slice->end_rows;
+        const int32_t num = p + 1 < slice->end_segment ? segment->count : slice->end_rows; /* that the slice sees */
         for (int32_t i = p == start->segment ? start->offset : 0; segment->token >= 0 && i < num; i++) {
             const int32_t t = plan->order[segment->token + i];
             if (put && t >= put->first && t < put->first + put->num_tokens) continue;

@@ -1,4 +1,9 @@
-/* seen.c: which rows of a tile a query token sees: see seen.h. */
+/* seen.c: which rows of a tile a query token sees: see seen.h.
+ *
+ * Tokens of a batch may form a tree: then a token sees, of the batch's own rows, its own and its ancestors'.  A tile
+ * lists its rows as stretches: rows at equal distances in memory.  first[0], step[0] and scales[0] of a stretch are of
+ * keys, and [1] of values.  A view is a task with fewer of its query rows.
+ */
 #include "attend/seen.h"
 
 #include <math.h>
@@ -79,7 +84,7 @@ void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t
 
 /* ---- values that are no numbers ---------------------------------------------------------------------------------- */
 
-/* Returns whether num f16 or bf16 numbers, `step` bytes apart, have a bit of the exponent that is 0: are finite. */
+/* Returns whether num f16 or bf16, `step` bytes apart, are finite: not all bits of the mask `exponent` are set. */
 static int are_finite_16(const uint8_t *at, int32_t num, size_t step, uint16_t exponent) {
     int bad = 0;
     for (int32_t i = 0; i < num; i++, at += step) {
@@ -101,8 +106,8 @@ static int are_finite_32(const uint8_t *at, int32_t num) {
     return !bad;
 }
 
-/* Returns whether all elements of a stored row are numbers: of quantised ones, what all elements of a block, or of the
- * row, are multiplied by, and their minimum. */
+/* Returns whether all elements of a stored row are finite.  A quantised row is if its scales and minima are.  0x7c00
+ * and 0x7f80 are the exponents of f16 and bf16. */
 static int is_finite(const uint8_t *row, const uint8_t *scale, int32_t type, int32_t dim) {
     const kvc_type_row *of = &KVC_TYPES[type];
     const size_t step = (size_t)of->bytes;
@@ -134,7 +139,8 @@ kvc_visible kvc_visible_to_all(const kvc_task *t) {
     return all;
 }
 
-/* Rows that every token sees are not looked at: whatever they hold, it is to be there. */
+/* Rows that every token sees are not looked at: what they hold belongs into the result.  A task of one token gets only
+ * rows that it sees.  j counts the tile's rows, i those of a stretch. */
 int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common) {
     const kvc_call *c = t->call;
     if (t->num_query_rows == c->plan->parts.heads || c->policy->kind == KVC_CROSS) return 0;
@@ -150,8 +156,8 @@ int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *comm
     return 0;
 }
 
-/* Appends row i of a stretch to a list of `num` stretches, with `value` in place of its own value unless that is
- * NULL.  The row extends the last stretch if it follows it. */
+/* Appends row i of the stretch `from` to a list of `num` stretches.  `value`, unless it is NULL, takes the place of the
+ * row's own value.  The row extends the last stretch if it follows it.  Returns the new number of stretches. */
 static int32_t add_row(kvc_stretch *to, int32_t num, const kvc_stretch *from, int32_t i, const uint8_t *value) {
     const place own = value_at(from, i), v = value ? (place){value, value} : own;
     const uint8_t *k = from->first[0] + i * from->step[0];

@@ -10,8 +10,10 @@
  * Rows are scored in chunks of KVC_CHUNK_ROWS.  A chunk gives an exponent and a sum for each head, and the weights of
  * its pieces for each head, relative to that power of two.  Sums are made in the same order for any number of threads.
  *
- * A job may have several slices, for example of forks.  The leading chunks whose rows all of them see are scored once,
- * for the query rows of all.  A slice's results have the bits that they have alone.
+ * A slice is one token here, with the rows that it may see, which are cut into splits of whole chunks.  A task is a job
+ * for one KV head: one split of a slice, or of several, for example of forks.  The leading chunks whose rows all of
+ * these see are scored once, for the query rows of all.  A slice's results have the bits that they have alone.  A view
+ * is a task with fewer of its query rows.  A segment is rows of one run.
  */
 #include "attend/select.h"
 
@@ -26,6 +28,7 @@
 
 /* ---- queries ----------------------------------------------------------------------------------------------------- */
 
+/* Returns where the query rows of a view are, rounded to int8. */
 static kvc_sketch_query query_of(const kvc_task *t) {
     const kvc_plan *plan = t->call->plan;
     const kvc_selecting *at = &plan->selecting;
@@ -51,7 +54,7 @@ static void round_query(const kvc_task *t, int32_t r, const float *q) {
     t->workspace[at->offsets + (uint64_t)r] = -1.5f * (float)sum;
 }
 
-/* Prepares the query rows for keys that are off by a delta, unless they are. */
+/* Rotates query rows by a delta, given by its number (0: none), and rounds them, unless that is done. */
 static void prepare(kvc_task *t, int32_t delta_index) {
     const kvc_call *c = t->call;
     const kvc_plan *plan = c->plan;
@@ -69,7 +72,7 @@ static void prepare(kvc_task *t, int32_t delta_index) {
 
 /* ---- a tile: up to KVC_PANEL rows -------------------------------------------------------------------------------- */
 
-/* Returns where the score of row j of a tile is: see kvc_sketch_fn. */
+/* Returns the index of the score of row j of a tile, whose scores are [KVC_PIECE_ROWS rows of a piece][pieces]. */
 static int32_t score_at(int32_t j) { return j % KVC_PIECE_ROWS * KVC_LANES + j / KVC_PIECE_ROWS; }
 
 /* Returns where the sketches of the rows at a place are. */
@@ -77,8 +80,8 @@ static const uint8_t *sketches_at(const kvc_task *t, const kvc_row_place *at) {
     return kvc_sketch_at(t->call->layout, at->segment->rows, at->segment->slot + at->offset, kvc_kv_head_of(t));
 }
 
-/* Returns the sketches of the next n rows: where they lie, or copied to the workspace.  Any bytes may follow
- * them. */
+/* Returns the sketches of n rows from a place on: where they lie if they are KVC_PANEL rows of one segment, otherwise
+ * copied to the workspace.  Kernels read KVC_PANEL rows; what follows the n rows may be anything. */
 static const uint8_t *take_sketches(const kvc_task *t, kvc_row_place at, int32_t n) {
     const size_t bytes = kvc_sketch_bytes(t->call->plan->k_dim);
     uint8_t *const copies = (uint8_t *)(t->workspace + t->call->plan->attending.rows), *to = copies;
@@ -121,7 +124,8 @@ static void prefetch_sketches(const kvc_task *t, listed *rows, int64_t most) {
     }
 }
 
-/* Scores the next n rows for all query rows, once for each delta that their keys are off by. */
+/* Scores n rows from a place on for all query rows.  If they have several deltas, scores them once for each further
+ * delta, to `others`, and copies the scores of the rows that have it. */
 static void score_rows(kvc_task *t, kvc_row_place at, int32_t n) {
     const kvc_call *c = t->call;
     const int32_t dim = c->plan->k_dim, first = c->rope ? at.segment->delta_index : 0;
@@ -142,7 +146,7 @@ static void score_rows(kvc_task *t, kvc_row_place at, int32_t n) {
     }
 }
 
-/* Applies softcap and ALiBi to the scores of the next n rows, and gives those behind them none. */
+/* Applies softcap and ALiBi to the scores of n rows from a place on.  Sets the scores of a tile past these to -inf. */
 static void finish_scores(const kvc_task *t, kvc_row_place at, int32_t n) {
     int32_t positions[KVC_PANEL] = {0};
     for (int32_t j = 0, some; t->call->args->alibi && j < n; j += some) {
@@ -178,19 +182,18 @@ static found found_at(const kvc_task *t, float *chunks, int64_t i) {
 /* Returns where the task keeps what it finds of its split. */
 static float *found_in_split(const kvc_task *t) { return t->workspace + t->call->plan->selecting.found; }
 
-/* Returns what is found of chunk i of the task's slice, once all are scored: in plan->partials, if there are several
- * splits. */
+/* Returns what is found of chunk i of a slice, once all are scored; of several splits, in plan->partials. */
 static found found_of(const kvc_task *t, int64_t i) {
     const kvc_plan *plan = t->call->plan;
     const uint64_t part = (uint64_t)t->part * kvc_found_size(plan->parts.heads, t->slice->num_rows);
     return found_at(t, t->slice->num_splits == 1 ? found_in_split(t) : plan->partials + t->slice->partials + part, i);
 }
 
-/* Returns by what weights relative to a power of two are multiplied, to be relative to another. */
+/* Returns the factor that makes weights relative to 2^exponent of weights relative to 2^own. */
 static float rescale(float own, float exponent) { return own == exponent ? 1 : exp2f(own - exponent); }
 
-/* Scores a chunk: the next num_rows rows that are listed, which it passes.  Tile registers are its own for no longer:
- * asking whether the call is cancelled may run the user's code. */
+/* Scores a chunk: the next num_rows listed rows, which it steps over.  Takes the processor's tile registers for one
+ * chunk only: asking whether the call is cancelled, between chunks, may run the user's code. */
 static void score_chunk(kvc_task *t, listed *rows, int64_t num_rows, const found *to) {
     const kvc_kernels *kernels = t->call->kernels;
     const int32_t num_q = t->num_query_rows, num_tiles = (int32_t)KVC_DIVIDE_UP(num_rows, KVC_PANEL);
@@ -240,8 +243,7 @@ static int64_t write_list(const kvc_task *t, purpose of, kvc_row_range range) {
     return range.begin < range.end ? kvc_list_next(&list, list_at(t, of), range.end - range.begin) : 0;
 }
 
-/* Counts the leading rows of two segments that are the same, at the same positions.  Their keys are then off by the
- * same delta. */
+/* Counts the leading rows of two segments that are the same, at the same positions: their deltas are, too. */
 static int32_t count_same(const kvc_segment *a, const kvc_segment *b) {
     const int begin_alike = a->rows == b->rows && a->slot == b->slot && a->position == b->position;
     return begin_alike ? kvc_lower(a->count, b->count) : 0;
@@ -258,8 +260,8 @@ static int64_t count_alike(const kvc_segment *a, const kvc_segment *b, int64_t n
     return kvc_smaller(alike, num_rows);
 }
 
-/* Lists the rows of the split that the first slice scores.  Returns how many of them, from the first on and in whole
- * chunks, all other slices score as well. */
+/* Lists the rows of the split that the first slice scores.  Returns how many leading ones all score, in whole chunks.
+ */
 static int64_t list_shared(const kvc_task *t) {
     int64_t shared = write_list(t, TO_SCORE, rows_to_score(t));
     for (int32_t m = 1; m < t->job->num_slices; m++) {
@@ -270,8 +272,8 @@ static int64_t list_shared(const kvc_task *t) {
     return shared / KVC_CHUNK_ROWS * KVC_CHUNK_ROWS;
 }
 
-/* Scores the first num_rows listed rows for all slices of a view, which see `before` rows of the split before these.
- * Returns 0 if the call was cancelled. */
+/* Scores the first num_rows listed rows for all slices of a view.  before: rows of the split that were scored before
+ * them, in whole chunks.  Returns 0 if the call was cancelled. */
 static int score_listed(kvc_task *t, int64_t before, int64_t num_rows) {
     enum { TILES_AHEAD = 2 }; /* that are prefetched */
     const kvc_row_place begin = {list_at(t, TO_SCORE), 0};
@@ -307,8 +309,7 @@ void kvc_keep_found(const kvc_task *t) {
 
 /* ---- selecting --------------------------------------------------------------------------------------------------- */
 
-/* Finds for each query row, over all chunks, the largest exponent and one over the sum of weights: in t->max and
- * t->sum. */
+/* Finds each query row's largest exponent of all chunks, t->max, and 1 over its weights' sum relative to it, t->sum. */
 static void add_up_chunks(const kvc_task *t, int64_t num_chunks) {
     for (int32_t r = 0; r < t->num_query_rows; r++) {
         t->max[r] = -INFINITY, t->sum[r] = 0;
@@ -321,7 +322,8 @@ static void add_up_chunks(const kvc_task *t, int64_t num_chunks) {
     }
 }
 
-/* Adds the masses of a chunk's pieces by `num` query rows, from row r on, in this order. */
+/* Adds to each piece of a chunk its mass by `num` query rows, from row r on: the weights of its rows over the sum of
+ * all weights.  num: 4, or 1 for what is left; a constant once this is inlined. */
 static inline void add_masses(const kvc_task *t, const found *from, int32_t r, int num, float *masses) {
     const float *pieces = from->pieces + r * KVC_PIECES_STRIDE;
     float by[4];
@@ -333,7 +335,7 @@ static inline void add_masses(const kvc_task *t, const found *from, int32_t r, i
         }
 }
 
-/* Writes the keys of the pieces of a chunk. */
+/* Writes the keys of the first `num` pieces of a chunk: their masses, as integers of the same order (topk.h). */
 static void rank_pieces(const kvc_task *t, const found *from, uint32_t *keys, int64_t num) {
     float masses[KVC_CHUNK_PIECES] = {0};
     int32_t r = 0;

@@ -1,4 +1,13 @@
-/* step.c: steps of the online softmax, for few query rows: see step.h. */
+/* step.c: steps of the online softmax, for few query rows: see step.h.
+ *
+ * A tile lists its rows as stretches: rows at equal distances in memory.  A walk goes over a tile's keys, or values,
+ * and a place is where it is.  Kernels take rows of one type (k_as, v_as, kernel_type) at equal distances.  Other rows
+ * are copied to the workspace first.  A kvc_ahead is memory of the next tile, to be prefetched during work on this one.
+ *
+ * A delta is how far rows were moved since their keys were rotated, and delta_index its number, 0 for none.  Query rows
+ * are rotated for the delta of a tile.  If a tile is KVC_MIXED, keys of several deltas are rotated instead.
+ * k_mixing is the Hadamard matrix by which keys were multiplied before they were stored, if its order is not 0.
+ */
 #include "attend/step.h"
 
 #include <string.h>
@@ -50,7 +59,7 @@ static const uint8_t *scales_at(const kvc_walk *w, const kvc_walk_place *p) {
 /* Counts the rows from a place on to the end of the stretch. */
 static int64_t rows_behind(const kvc_walk_place *p) { return p->at->n - p->offset; }
 
-/* Goes on by up to `most` rows of one stretch; returns their number. */
+/* Moves a place by up to `most` rows, to the end of the stretch at most; returns their number. */
 static int64_t step_on(kvc_walk_place *p, int64_t most) {
     int64_t rows = rows_behind(p);
     if (rows > most) rows = most;
@@ -59,7 +68,7 @@ static int64_t step_on(kvc_walk_place *p, int64_t most) {
     return rows;
 }
 
-/* Copies rows.  Walks in registers: each row may be a stretch. */
+/* Copies rows.  Keeps the place in registers, as each row may be a stretch. */
 static void copy_rows(kvc_walk *w, uint8_t *to, int64_t rows) {
     const size_t bytes = w->row_bytes;
     kvc_walk_place p = w->place;
@@ -111,8 +120,9 @@ kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows) {
     return in_place;
 }
 
-/* Takes as many keys, or values of floats, as a kernel is best given next: floats of a long stretch, else a few; all,
- * where they are unpacked.  Quantised rows are scored in groups. */
+/* Takes as many keys, or values of floats, as a kernel is best given next.  These are all rows if the rest lies in one
+ * stretch or is converted, otherwise the rest of a long stretch, otherwise a few rows, which are copied.  Quantised
+ * rows are a multiple of KVC_ROW_GROUP, which kernels score at once. */
 static kvc_kernel_rows take_some(const kvc_task *t, kvc_walk *w) {
     const int64_t in_place = rows_behind(&w->place), left = w->left;
     const int is_quantised = w->type >= KVC_FLOAT_TYPES, is_same = w->kernel_type == w->type;
@@ -123,8 +133,8 @@ static kvc_kernel_rows take_some(const kvc_task *t, kvc_walk *w) {
     return kvc_take_rows(t, w, few < left ? few : left);
 }
 
-/* Takes all quantised values of a tile, as a kvc_accumulate_fn does; returns the bytes from row to row.  Pieces that
- * lie apart or in several stretches are copied, so that sums do not depend on where they lie. */
+/* Takes all quantised values of a tile as a kvc_accumulate_fn does, in pieces of KVC_PANEL rows; returns row_stride.
+ * Copies a piece whose rows do not follow each other, so that sums do not depend on where they lie. */
 static int64_t take_values(const kvc_task *t, kvc_walk *w, kvc_value_piece *piece) {
     if (w->kernel_type != w->type || rows_behind(&w->place) >= w->left) {
         const kvc_kernel_rows rows = kvc_take_rows(t, w, w->left);
@@ -144,14 +154,14 @@ static int64_t take_values(const kvc_task *t, kvc_walk *w, kvc_value_piece *piec
     return (int64_t)w->row_bytes;
 }
 
-/* Returns what lies from first to end; of very large rows, the beginning. */
+/* Returns the memory from first to end, to be prefetched; MOST_BYTES of it, if it is longer. */
 static kvc_ahead ahead_of(const kvc_call *c, const uint8_t *first, const uint8_t *end) {
     enum { MOST_BYTES = 1 << 24 };
     const ptrdiff_t bytes = end - first;
     return (kvc_ahead){first, bytes < MOST_BYTES ? (int32_t)bytes : MOST_BYTES, c->prefetch_level};
 }
 
-/* Prefetches the scales of a tile, which lie apart from its rows, except of single rows. */
+/* Prefetches the scales of a tile, which lie apart from its rows.  Leaves out scales that do not follow each other. */
 static void prefetch_scales(const kvc_call *c, const kvc_tile *tile) {
     int32_t n = 0;
     for (const kvc_stretch *at = tile->stretches; n < tile->n; n += (int32_t)at++->n)
@@ -176,8 +186,8 @@ static int is_in_stretches(const kvc_walk *w, int64_t most) {
     return rows < kvc_smaller(w->left, most) || p->at->step[w->is_value] - (ptrdiff_t)w->row_bytes > narrow_hole(w);
 }
 
-/* Rows with holes of at most `narrow` bytes between them are prefetched as one range.  [first, end) is the last range
- * so far, and empty before the first row. */
+/* Rows with holes of at most `narrow` bytes between them are prefetched as one range.  [first, end) is the range that
+ * rows are added to, and empty before the first row.  A range is prefetched when the next one begins. */
 kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
     const ptrdiff_t bytes = (ptrdiff_t)w->row_bytes, narrow = narrow_hole(w);
     const uint8_t *first = NULL, *end = NULL;
@@ -199,7 +209,7 @@ kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows) {
     return ahead_of(c, first, end);
 }
 
-/* Takes as many rows as fill `lines` lines; none, unless all that are left lie one after the other. */
+/* Takes as many rows to prefetch as fill `lines` lines; none, unless all rows that are left follow each other. */
 static kvc_ahead take_few_ahead(const kvc_call *c, kvc_walk *w, int64_t lines) {
     const int is_even =
         w->left && rows_behind(&w->place) >= w->left && w->place.at->step[w->is_value] == (ptrdiff_t)w->row_bytes;
@@ -208,7 +218,7 @@ static kvc_ahead take_few_ahead(const kvc_call *c, kvc_walk *w, int64_t lines) {
 
 /* ---- query rows -------------------------------------------------------------------------------------------------- */
 
-/* Copies what stays as it is here: `convert` begins copying too slowly for rows in the L1 cache. */
+/* Rows that keep their type are copied here: `convert` begins copying too slowly for rows in the L1 cache. */
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
                             int64_t src_stride, int32_t dim) {
     const int32_t num = c->plan->parts.heads;
@@ -297,7 +307,7 @@ static const kvc_scorer *scorer_of(const kvc_task *t, const kvc_tile *tile) {
     return is_same && kernels->score_16[type].score ? &kernels->score_16[type] : &kernels->score[type];
 }
 
-/* Transforms the query rows as stored keys are, which leaves scores as they are. */
+/* Multiplies the query rows by the matrix that keys were multiplied by.  Scores stay as they are. */
 static void transform_query_rows(const kvc_task *t, kvc_mixing mixing) {
     const kvc_call *c = t->call;
     for (int32_t r = 0; r < t->num_query_rows; r++) {
@@ -306,7 +316,7 @@ static void transform_query_rows(const kvc_task *t, kvc_mixing mixing) {
     }
 }
 
-/* Rounds query rows of f32 to bytes: those of a kvc_score_bytes_fn. */
+/* Rounds query rows of f32 to bytes, in place: a kvc_byte_query, then the codes, as a kvc_score_bytes_fn takes them. */
 static void round_query_rows(const kvc_task *t) {
     const kvc_call *c = t->call;
     const kvc_attending *at = &c->plan->attending;
@@ -336,7 +346,7 @@ const float *kvc_query_rows_for(kvc_task *t, const kvc_tile *tile) {
     const kvc_mixing mixing = in_bytes ? t->call->byte_mixing : t->call->k_mixing;
     t->delta_index = delta_index;
     kvc_load_query_rows(t, in_bytes || (prepare && !is_as_16) ? KVC_F32 : t->call->args->q_type);
-    if (!in_bytes && !prepare) return t->q;
+    if (!in_bytes && !prepare) return t->q; /* they are multiplied as the caller has them */
     if (delta_index > 0) rotate_query_rows(t, delta_index);
     if (mixing.order && (in_bytes || delta_index != KVC_MIXED)) transform_query_rows(t, mixing);
     if (in_bytes) {
@@ -350,7 +360,7 @@ const float *kvc_query_rows_for(kvc_task *t, const kvc_tile *tile) {
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
-/* Scores a tile, and prefetches its values. */
+/* Scores a tile: gives each query row a score for each key, in t->scores.  Prefetches the tile's values. */
 static void score_tile(kvc_task *t, const kvc_tile *tile) {
     const kvc_call *c = t->call;
     const int32_t stride = c->plan->attending.q_stride, dim = c->plan->k_dim;
@@ -374,9 +384,9 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
     if (kvc_key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
-/* Adds a tile's quantised values, weighted, to acc, and prefetches the remaining keys of the next tile, some with each
- * piece of values.  If the keys for a piece lie in several stretches, a kernel takes a part of the columns at a time.
- * It prefetches none of these keys evenly; so they are at least prefetched in parts. */
+/* Adds a tile's quantised values, weighted, to acc.  Prefetches the remaining keys of the next tile, a piece of keys
+ * with each piece of values.  Kernels prefetch evenly only keys that lie one after the other.  If keys lie in several
+ * stretches, kernels are given a part of the columns at a time, and a part of the keys is prefetched before each. */
 static void accumulate_quantised(const kvc_task *t, kvc_walk *values, kvc_walk *keys) {
     enum { PARTS = 4 };
     const kvc_call *c = t->call;

@@ -37,19 +37,19 @@ typedef struct kvc_kernel_rows {
 kvc_walk kvc_walk_keys(const kvc_task *t, const kvc_tile *tile);
 kvc_walk kvc_walk_values(const kvc_task *t, const kvc_tile *tile);
 
-/* Prefetches all of it at once. */
+/* Prefetches this memory at once. */
 void kvc_prefetch(kvc_ahead ahead);
 
-/* Takes `rows` rows: where they lie if evenly and of a type that kernels take, else copied to the workspace. */
+/* Takes the next `rows` rows of a walk: where they lie, if a kernel takes them so, else copied to the workspace. */
 kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows);
 
 /* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
  * leave the scales out. */
 void kvc_times_scales(const kvc_task *t, const kvc_tile *tile, int is_value);
 
-/* Takes up to `rows` rows to prefetch, and returns the last of them that lie one after the other, for a kernel to
- * prefetch evenly; prefetches those before.  Call it behind kvc_take_rows: copying would wait for what it
- * prefetches. */
+/* Takes up to `rows` rows of a walk to prefetch.  Returns the last of them that lie one after the other, for a kernel
+ * to prefetch evenly, and prefetches the rows before these at once.  Call it after kvc_take_rows, whose copying would
+ * wait for the prefetched lines. */
 kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows);
 
 /* ---- query rows -------------------------------------------------------------------------------------------------- */
@@ -58,22 +58,22 @@ kvc_ahead kvc_take_ahead(const kvc_call *c, kvc_walk *w, int64_t rows);
 void kvc_convert_query_rows(const kvc_call *c, int32_t from, int32_t to, void *dst, int64_t dst_stride, const void *src,
                             int64_t src_stride, int32_t dim);
 
-/* Copies the query rows of a task to its workspace, as rows of type `to`, with zeros up to the end of a chunk. */
+/* Copies the query rows of a task to its workspace, as rows of type `to`, with zeros up to a multiple of KVC_CHUNK. */
 void kvc_load_query_rows(const kvc_task *t, int32_t to);
 
 /* Returns the delta_index of a tile's keys; 0 where no rope rotates them. */
 int32_t kvc_delta_index_of(const kvc_task *t, const kvc_tile *tile);
 
-/* Whether the keys of a tile are rotated, instead of query rows.  Takes its next n keys, rotated then and transformed
- * back; `at` and `keys` go on. */
+/* kvc_rotates_keys returns whether the keys of a tile are rotated, instead of query rows.  kvc_take_keys takes its next
+ * n keys: rotated and without their matrix in this case, otherwise as kvc_take_rows does.  `at` or `keys` moves on. */
 int kvc_rotates_keys(const kvc_task *t, const kvc_tile *tile);
 kvc_kernel_rows kvc_take_keys(const kvc_task *t, const kvc_tile *tile, kvc_row_place *at, kvc_walk *keys, int64_t n);
 
 /* Whether a kernel takes the keys of a tile without their minima. */
 int kvc_key_minima_apart(const kvc_task *t, const kvc_tile *tile);
 
-/* Returns the query rows, rotated for the tile's delta, transformed as its keys are and prepared for its kernel.
- * Usually the last tile's serve. */
+/* Returns the query rows, rotated for the tile's delta, multiplied by its keys' matrix, and prepared for its kernel.
+ * They stay as they are if the last tile had the same delta. */
 const float *kvc_query_rows_for(kvc_task *t, const kvc_tile *tile);
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */

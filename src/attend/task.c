@@ -1,4 +1,13 @@
-/* task.c: a task, and its rows in tiles: see task.h. */
+/* task.c: a task, and its rows in tiles: see task.h.
+ *
+ * A cursor walks over segments, which are rows of one run each.  It hands rows out in tiles, which are rows that are
+ * attended to together.  A tile lists them as stretches: rows at equal distances in memory.
+ *
+ * A delta is how far rows were moved since their keys were rotated, and delta_index its number, 0 for none.  A frame is
+ * the next frame_rows rows of a cursor; no tile reaches past its end.  Within a frame, each change of the delta ends a
+ * tile, because query rows are rotated for one delta.  With changes_to_mix changes or more, the frame is mixed: it is
+ * one tile, whose keys are rotated instead.
+ */
 #include "attend/task.h"
 
 kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
@@ -27,7 +36,7 @@ kvc_task kvc_view_of_slice(const kvc_task *t, int32_t m, int32_t first) {
 
 /* ---- its rows ---------------------------------------------------------------------------------------------------- */
 
-/* Begins the next frame, and decides whether it is mixed. */
+/* Begins the next frame, and decides whether it is mixed.  If no key is off by a delta, changes_to_mix is 0. */
 static void open_frame(kvc_cursor *c) {
     c->frame = c->num_rows < c->frame_rows ? (int32_t)c->num_rows : c->frame_rows;
     c->is_mixed = 0;
@@ -54,7 +63,8 @@ static int32_t num_even_singles(const kvc_segment *p, int32_t most) {
     return n >= LEAST && step > 0 ? n : 1;
 }
 
-/* Notes where the scales of a stretch are, whose rows are `step` slots apart from this one on. */
+/* Notes where the scales of a stretch are: one of each row, from `slot` on, every `step` slots.  head: bytes before
+ * the KV head's part of a block. */
 static void find_scales(const kvc_tile *t, kvc_stretch *stretch, const uint8_t *head, size_t slot, ptrdiff_t step) {
     const kvc_layout *layout = t->layout;
     if (layout->k_scales) stretch->scales[0] = head + layout->k_scales + slot * KVC_SCALE_BYTES;
@@ -62,9 +72,9 @@ static void find_scales(const kvc_tile *t, kvc_stretch *stretch, const uint8_t *
     stretch->scale_step = step * KVC_SCALE_BYTES;
 }
 
-/* Lists single rows that lie evenly as stretches, from the tile's first segment on, as long as there are some and up
- * to `most` rows; widens the range of positions.  Returns the number of stretches, and sets t->n to the number of
- * rows. */
+/* Lists segments of one row each that lie evenly as stretches, from the tile's first segment on, up to `most` rows;
+ * widens the tile's range of positions.  Stops at the first other segment.  Returns the number of stretches, and sets
+ * t->n to the number of rows, which is that of segments, too. */
 static int32_t list_singles(kvc_tile *t, int32_t most, size_t head) {
     const size_t k_begin = t->layout->k_offset + head, v_begin = t->layout->v_offset + head;
     const size_t k_bytes = t->layout->k_row_bytes, v_bytes = t->layout->v_row_bytes;
@@ -177,7 +187,7 @@ void kvc_locate_rows(kvc_tile *t, const int32_t *order) {
 /* Returns the kernels that multiply rows of a stored type by many query rows. */
 static const kvc_tiler *tiler_of(const kvc_task *t, int32_t type) {
     const kvc_kernels *kernels = t->call->kernels;
-    const int32_t kernel_type = kvc_taken_as(kernels, type, 1);
+    const int32_t kernel_type = kvc_taken_as(kernels, type, KVC_TILED);
     return kernel_type != type && kernels->decoded.score ? &kernels->decoded : &kernels->tiler[kernel_type];
 }
 

@@ -7,6 +7,7 @@
  *
  * If few of many entries are chosen, a sample of keys gives a bound.  Somewhat more entries than are chosen reach it.
  * The first pass lists these candidates.  Further passes look at nothing else.
+ * Forced entries, [0, first) and [local, local_end), are better than others.  A pool is the forced ones, or the others.
  */
 #include "attend/topk.h"
 
@@ -15,10 +16,9 @@ typedef struct range {
     int64_t begin, end;
 } range;
 
-/* The entries of two ranges: forced entries lie at two places (kvc_entries), and so do the others.  Entry i is number
- * ids[i] of all; NULL: i. */
+/* The entries of two ranges.  Entry i is number ids[i] of all entries, or number i if ids is NULL. */
 typedef struct pool {
-    const uint32_t *keys;
+    const uint32_t *keys; /* larger for better entries; KVC_NO_KEY: the entry may not be chosen */
     range ranges[2];
     const int32_t *ids;
 } pool;
@@ -45,8 +45,8 @@ static int64_t count_entries(const pool *p) {
     return n;
 }
 
-/* Counts the digits `shift` bits above the lowest one, of keys that agree with `prefix` above them.  Uses histograms in
- * turns: with equal digits, each increment would wait for the one before. */
+/* Counts how often each digit, the `bits` bits above the lowest `shift`, occurs in keys whose bits above it are
+ * `prefix`. Uses histograms in turns: with equal digits, each increment would wait for the one before. */
 static inline void count_digits(uint32_t counts[HISTOGRAMS][DIGITS], const uint32_t *keys, range in, int shift,
                                 int bits, uint32_t prefix) {
     const int above = shift + bits;
@@ -57,8 +57,8 @@ static inline void count_digits(uint32_t counts[HISTOGRAMS][DIGITS], const uint3
     }
 }
 
-/* Copies the keys of a pool that have the digits `prefix` above their lowest `shift` bits.  Returns their number, which
- * is below KVC_FEW_KEYS. */
+/* Copies the keys of a pool whose bits above the lowest `shift` are `prefix`.  Returns their number, which is below
+ * KVC_FEW_KEYS, so that the last write fits, too. */
 static int64_t gather_keys(uint32_t few[KVC_FEW_KEYS], const pool *p, int shift, uint32_t prefix) {
     int64_t n = 0;
     for (int r = 0; r < 2; r++)
@@ -69,8 +69,8 @@ static int64_t gather_keys(uint32_t few[KVC_FEW_KEYS], const pool *p, int shift,
     return n;
 }
 
-/* Finds the threshold of the `most` best entries of a pool that has more, by all digits; or by the first one, with
- * zeros behind it.  Once few keys have the digits that were found, only these are looked at. */
+/* Finds the threshold of the `most` best entries of a pool that has more, by the first num_digits digits; the others
+ * become 0.  Once few keys have the digits that were found, only these keys are looked at. */
 static threshold find_threshold(const pool *of, int64_t most, int num_digits) {
     static const int BITS[NUM_DIGITS] = {DIGIT_BITS, 11, 10};
     uint32_t few[KVC_FEW_KEYS], prefix = 0;
@@ -85,6 +85,7 @@ static threshold find_threshold(const pool *of, int64_t most, int num_digits) {
             else
                 count_digits(counts, p.keys, p.ranges[r], shift, BITS[step], prefix);
         uint32_t digit = (1u << BITS[step]) - 1;
+        /* The digit of the key of rank `most`; `most` becomes that key's rank among the keys with this digit. */
         while ((n = counts[0][digit] + counts[1][digit]) < most && digit) most -= n, digit--;
         prefix = prefix << BITS[step] | digit;
         if (n >= KVC_FEW_KEYS || p.keys == few || step + 1 == num_digits) continue;
@@ -93,8 +94,8 @@ static threshold find_threshold(const pool *of, int64_t most, int num_digits) {
     return (threshold){prefix << shift, most};
 }
 
-/* Returns a key that somewhat more than the `most` best entries of a pool reach, by a sample.  Returns KVC_NO_KEY if
- * KVC_FEW_KEYS entries may do so, or many of all. */
+/* Returns a key that the `most` best entries of a pool reach, and somewhat more, as a sample of every step-th key
+ * suggests.  Returns KVC_NO_KEY if so many may reach it that a list of them does not pay. */
 static uint32_t guess_bound(const pool *p, int64_t most, int64_t size) {
     const int64_t step = size / SAMPLES + 1, expected = most / step, wanted = expected + expected / 4 + 6;
     uint32_t keys[SAMPLES + 2];
@@ -105,8 +106,7 @@ static uint32_t guess_bound(const pool *p, int64_t most, int64_t size) {
     return find_threshold(&sample, wanted, 1).least;
 }
 
-/* Narrows a pool to fewer than KVC_FEW_KEYS entries, with the `most` best among them.  The pool stays as it is if the
- * sample gives no bound, or a wrong one. */
+/* Narrows a pool to fewer than KVC_FEW_KEYS entries, with the `most` best; not if no bound fits. */
 static void narrow(pool *p, int64_t most, uint32_t keys[KVC_FEW_KEYS], int32_t ids[KVC_FEW_KEYS]) {
     const int64_t size = p->ranges[0].end - p->ranges[0].begin + p->ranges[1].end - p->ranges[1].begin;
     const uint32_t bound = guess_bound(p, most, size);
@@ -124,8 +124,8 @@ static void narrow(pool *p, int64_t most, uint32_t keys[KVC_FEW_KEYS], int32_t i
     if (num >= most && num < KVC_FEW_KEYS) *p = found;
 }
 
-/* Appends the numbers of entries of a pool's range that are good enough to out[0 .. num); returns how many there are
- * then. */
+/* Appends the numbers of the entries of range r that reach the threshold to out[0 .. num), up to `most`.  Returns the
+ * new length.  Entries with the very key of the threshold are taken while t->num_equal lasts. */
 static int32_t take(const pool *p, int r, threshold *t, int32_t *out, int32_t num, int32_t most) {
     const uint32_t *const keys = p->keys, least = t->least;
     const int32_t before = num;
@@ -141,6 +141,7 @@ static int32_t take(const pool *p, int r, threshold *t, int32_t *out, int32_t nu
     return num;
 }
 
+/* Takes all forced entries, and the best others for the rest of `most`; if more are forced, only the best of these. */
 int32_t kvc_topk(const kvc_entries *e, int32_t most, int32_t *out) {
     const threshold all = {KVC_NO_KEY, 0}, none = {UINT32_MAX, 0};
     const int64_t local = e->local > e->first ? e->local : e->first;

@@ -31,15 +31,13 @@ static inline float kvc_score_of(uint32_t key) {
     return score;
 }
 
-/* Entries by their keys.  Entries in [0, first) and in [local, local_end) are forced: they are better than all others.
- */
+/* Entries by their keys.  Entries in [0, first) and in [local, local_end) are forced: better than all others. */
 typedef struct kvc_entries {
     const uint32_t *keys; /* [num] */
     int64_t num, first, local, local_end;
 } kvc_entries;
 
-/* Writes the indices of the `most` best entries, or of all if there are fewer, to `out` in ascending order.  Returns
- * their number. */
+/* Writes the indices of the `most` best entries, or of all if there are fewer, ascending.  Returns their number. */
 int32_t kvc_topk(const kvc_entries *entries, int32_t most, int32_t *out);
 
 #endif

@@ -1,12 +1,13 @@
 /* weights.c: kvc_weights: the softmax weights that given queries give to the rows of a sequence.
  *
- * The query rows of a KV head are taken in blocks, and rows in tiles, whose keys are decoded to f32.  Two passes over
- * the tiles make a block's weights:
+ * A query row is one query head of one query.  The query rows of a KV head are taken in blocks.  Rows are taken in
+ * tiles: up to KVC_TILE rows in order of arrival, with one delta, which is how far they were moved since their keys
+ * were rotated.  A tile's weights are padded to a multiple of KVC_LANES.  A part is the tiles of one thread, and a desk
+ * is its memory.  Two passes over the tiles make a block's weights:
  *   1. Score a tile, and take a step of the softmax from its own maximum.  This leaves exp(score - maximum), which is
  *      stored, the maximum and the sum of each query row.
  *   2. Multiply what was stored by exp(maximum of the tile - maximum of all) / sum of all, and reduce over the block.
- * So a row is scored once.  Scoring it twice instead, which needs no memory, takes 1.9 times as long, because
- * scoring is 93 % of the work (32 query rows of 128 elements over 32,768 rows of f16).
+ * So a row is scored once.  Scoring it twice instead, which needs no memory, takes 1.9 times as long.
  *
  * Tiles follow from the order of rows and from their deltas, blocks from the number of rows.  So sums are made in the
  * same order for any number of threads and wherever rows lie.
@@ -88,14 +89,15 @@ static int32_t position_of(const weighing *w, int32_t query) {
     return w->args.positions ? w->args.positions[query] : w->next;
 }
 
-/* Rotates query rows by a distance. */
+/* Rotates num query rows by a distance in positions. */
 static void rotate(const weighing *w, desk *d, int32_t distance, float *rows, int32_t num) {
     if (!w->rope || !distance) return;
     kvc_rope_angles_from(&d->table, w->rope, distance, d->angles);
     for (int32_t r = 0; r < num; r++) kvc_rope_rotate(w->rope, d->angles, rows + (size_t)r * (size_t)w->q_stride);
 }
 
-/* Prepares the block's query rows for keys that are off by a delta, unless they are. */
+/* Prepares the block's query rows for keys that were moved by a delta, unless that is done: converts, rotates,
+ * multiplies by the matrix of stored keys, and brings them into the kernel's form. */
 static void prepare_queries(const weighing *w, desk *d, int32_t delta) {
     const kvc_weights_args *a = &w->args;
     const int32_t dim = w->layer->k_dim;
@@ -148,7 +150,8 @@ typedef struct kernel_keys {
     int64_t stride;
 } kernel_keys;
 
-/* Takes the next n keys as rows of type k_as: where they lie, or copied or decoded.  first: of the tile's. */
+/* Takes the next n keys of a tile, from its row `first` on, as rows of type k_as: where they lie, or copied or decoded.
+ * Copies their scales to the desk, where rows have one each. */
 static kernel_keys take_keys(const weighing *w, desk *d, place *p, int32_t first, int32_t n) {
     const int32_t dim = w->layer->k_dim;
     const int is_decoded = w->k_as != w->layer->k_type;
@@ -226,7 +229,7 @@ static void hide_unseen(const weighing *w, const tile *t, int32_t position, floa
     }
 }
 
-/* Applies the softcap to the scores of a tile, and hides what queries do not see. */
+/* Applies the softcap to the scores of a tile, and hides the rows that queries do not see. */
 static void change_scores(const weighing *w, desk *d, const tile *t) {
     const float cap = w->args.softcap;
     for (int32_t r = 0; cap > 0 && r < w->num_queries; r++)
@@ -239,6 +242,7 @@ static void change_scores(const weighing *w, desk *d, const tile *t) {
     }
 }
 
+/* Returns the floats of a tile's weights of one query row. */
 static int32_t stride_of(const tile *t) { return (t->n + KVC_LANES - 1) / KVC_LANES * KVC_LANES; }
 
 static float *weights_of(const weighing *w, const tile *t) { return w->weights + t->at * w->num_queries; }
@@ -253,7 +257,7 @@ static int is_cancelled(weighing *w) {
     return atomic_load(&w->was_cancelled);
 }
 
-/* Makes the weights of a part's tiles, relative to each tile's own maxima, unless the call is cancelled. */
+/* Makes the weights of a part's tiles, relative to each tile's own maxima, unless the call is cancelled: pass 1. */
 static void weigh_part(void *context, int64_t part) {
     weighing *w = context;
     desk *d = &w->desks[part];
@@ -275,7 +279,7 @@ static void weigh_part(void *context, int64_t part) {
 
 /* ---- reducing ---------------------------------------------------------------------------------------------------- */
 
-/* Returns exp(max - highest); 0 if there is no row. */
+/* Returns exp(max - highest); 0 if no row has a score, so that max is -inf. */
 static float rest_of(float max, float highest) { return max == -INFINITY ? 0 : expf(max - highest); }
 
 /* Finds the maximum and the sum of each query row over all tiles. */
@@ -300,7 +304,7 @@ static void spoil(float *weights, int32_t num) {
     for (int32_t j = 0; j < num; j++) weights[j] = weights[j] == 0 ? 0 : NAN;
 }
 
-/* Reduces the weights of a tile over the block's query rows. */
+/* Reduces the weights of a tile over the block's query rows to d->totals: a sum or a maximum for each row. */
 static void reduce_tile(const weighing *w, desk *d, int64_t i) {
     const tile *t = &w->tiles[i];
     const int32_t stride = stride_of(t);
@@ -323,7 +327,7 @@ static void reduce_tile(const weighing *w, desk *d, int64_t i) {
         for (int32_t j = 0; j < stride; j++) d->totals[j] = larger(d->totals[j], weights[j] * d->factor[r]);
 }
 
-/* Reduces a part's tiles into the caller's array. */
+/* Reduces a part's tiles into the caller's array: pass 2.  The first block sets the array, the others add to it. */
 static void reduce_part(void *context, int64_t part) {
     const weighing *w = context;
     desk *d = &w->desks[part];
@@ -341,7 +345,7 @@ static void reduce_part(void *context, int64_t part) {
     }
 }
 
-/* Begins a block of so many query rows. */
+/* Chooses the kernels for a block of num_queries query rows, and the type as which they take keys. */
 static void choose_kernels(weighing *w, int32_t num_queries) {
     const kvc_kernels *kernels = w->kernels;
     const int32_t type = w->layer->k_type;
@@ -374,35 +378,36 @@ static kvc_status weigh_all(weighing *w) {
 
 /* ---- tiles and memory -------------------------------------------------------------------------------------------- */
 
-/* Lists the tiles of a list of runs, unless `tiles` is NULL.  Returns their number, and sets *end to where the next one
- * would be (tile.at). */
-static int64_t list_tiles(const kvc_run_list *list, tile *tiles, int64_t *end) {
+/* Lists the tiles of a list of runs; only counts them if `tiles` is NULL.  Returns their number, and sets *padded_rows
+ * to the sum of their rows, each padded to a multiple of KVC_LANES. */
+static int64_t list_tiles(const kvc_run_list *list, tile *tiles, int64_t *padded_rows) {
     const kvc_run *const runs = kvc_runs_begin(list);
     int64_t num = 0, row = 0;
     tile t = {.n = 0};
-    *end = 0;
+    *padded_rows = 0;
     for (int32_t r = 0; r < list->num; r++)
         for (int32_t offset = 0, some; offset < runs[r].count; offset += some) {
             if (t.n && (row % KVC_TILE == 0 || runs[r].delta != runs[t.run].delta)) {
                 if (tiles) tiles[num] = t;
-                *end += stride_of(&t);
+                *padded_rows += stride_of(&t);
                 num++;
                 t.n = 0;
             }
             const int32_t position = runs[r].position + offset, room = (int32_t)(KVC_TILE - row % KVC_TILE);
             some = runs[r].count - offset < room ? runs[r].count - offset : room;
-            if (!t.n) t = (tile){.at = *end, .first = row, .run = r, .offset = offset, .low = position, .high = -1};
+            if (!t.n)
+                t = (tile){.at = *padded_rows, .first = row, .run = r, .offset = offset, .low = position, .high = -1};
             if (position < t.low) t.low = position;
             if (position + some - 1 > t.high) t.high = position + some - 1;
             t.n += some;
             row += some;
         }
     if (t.n && tiles) tiles[num] = t;
-    *end += stride_of(&t);
+    *padded_rows += stride_of(&t);
     return num + (t.n > 0);
 }
 
-/* Finds the sizes of a thread's arrays, and points the desk at them if `start` is not NULL.  Returns the bytes. */
+/* Returns the bytes of a thread's arrays.  Points the desk at them, from `start` on, unless that is NULL. */
 static uint64_t lay_out_desk(const weighing *w, desk *d, char *start) {
     const uint64_t dim = (uint64_t)w->layer->k_dim, queries = (uint64_t)w->most_queries;
     const uint64_t angles = w->rope ? kvc_rope_angles_size(w->rope) : 0;
@@ -429,12 +434,12 @@ static uint64_t lay_out_desk(const weighing *w, desk *d, char *start) {
     return size;
 }
 
-/* Finds the sizes of all arrays, and points at them if `start` is not NULL.  end: as list_tiles says. */
-static uint64_t lay_out(weighing *w, int64_t end, char *start) {
+/* Returns the bytes of all arrays of a call.  Points `w` at them, from `start` on, unless that is NULL. */
+static uint64_t lay_out(weighing *w, int64_t padded_rows, char *start) {
     const uint64_t tiles = (uint64_t)w->num_tiles, queries = (uint64_t)w->most_queries;
     uint64_t size = 0;
     float **const arrays[] = {&w->weights, &w->maxima, &w->sums, &w->highest, &w->total};
-    const uint64_t lengths[] = {(uint64_t)end * queries, tiles * queries, tiles * queries, queries, queries};
+    const uint64_t lengths[] = {(uint64_t)padded_rows * queries, tiles * queries, tiles * queries, queries, queries};
     const uint64_t list = kvc_add_array(&size, tiles * sizeof *w->tiles);
     for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++) {
         const uint64_t at = kvc_add_array(&size, lengths[i] * sizeof(float));
@@ -503,52 +508,54 @@ static kvc_status check_args(const kvc_cache *cache, int32_t layer, const kvc_we
     return KVC_OK;
 }
 
-/* Whether a query at a position would see some of the lost rows. */
-static int misses(const weighing *w, int32_t position, kvc_interval lost) {
-    return lost.begin <= kvc_last_row(position, w->stride) &&
-           kvc_policy_sees(w->policy, position, lost.begin, lost.end);
+/* Whether a query at a position would see a row of an interval. */
+static int would_see(const weighing *w, int32_t position, kvc_interval rows) {
+    return rows.begin <= kvc_last_row(position, w->stride) &&
+           kvc_policy_sees(w->policy, position, rows.begin, rows.end);
 }
 
-/* Checks that the queries miss no rows that have expired. */
-static kvc_status check_gone(const kvc_cache *cache, const kvc_sequence *sequence, const weighing *w, int32_t group) {
+/* Returns KVC_ERR_GONE if a query would see rows that have expired (lost), or that the group lacks (missing). */
+static kvc_status check_not_gone(const kvc_cache *cache, const kvc_sequence *sequence, const weighing *w,
+                                 int32_t group) {
     const kvc_run_list *list = &sequence->runs[group];
     const int32_t num = w->args.positions ? w->args.num_queries : 1;
     for (int32_t t = 0; t < num; t++) {
         const int32_t position = position_of(w, t);
-        if (misses(w, position, list->lost) || misses(w, position, list->missing))
+        if (would_see(w, position, list->lost) || would_see(w, position, list->missing))
             return kvc_fail_gone(cache, sequence, position);
     }
     return KVC_OK;
 }
 
 /* Returns the most query rows of a block, a multiple of FEWEST_QUERIES. */
-static int32_t most_queries(const weighing *w, int64_t end) {
-    const int64_t all = (int64_t)w->args.num_queries * w->group, room = MOST_FLOATS / end;
+static int32_t most_queries(const weighing *w, int64_t padded_rows) {
+    const int64_t all = (int64_t)w->args.num_queries * w->group, room = MOST_FLOATS / padded_rows;
     const int64_t wanted = all < MOST_QUERIES ? all + FEWEST_QUERIES - 1 : MOST_QUERIES;
     const int64_t most = (wanted < room ? wanted : room) / FEWEST_QUERIES * FEWEST_QUERIES;
     return most < FEWEST_QUERIES ? FEWEST_QUERIES : (int32_t)most;
 }
 
-/* Takes a snapshot of the sequence, with all memory that the call needs, and lists its tiles. */
+/* Takes a snapshot of the sequence, which has all memory of the call, and lists the tiles there. */
 static kvc_status open_weighing(kvc_cache *cache, int64_t seq_id, int32_t layer, weighing *w) {
     const int32_t group = cache->group_of[layer];
     const kvc_sequence *sequence = kvc_cache_find(cache, seq_id);
     const kvc_run_list *list = sequence ? &sequence->runs[group] : NULL;
     const int64_t num_rows = list ? list->num_rows : 0;
-    int64_t end;
+    int64_t padded_rows;
     if (num_rows != w->args.num_rows)
         return kvc_fail(KVC_ERR_INVALID, "num_rows is %lld: sequence %lld holds %lld in layer %d",
                         (long long)w->args.num_rows, (long long)seq_id, (long long)num_rows, layer);
     KVC_TRY(resolve_arrays(w->layer, &w->args));
     if (!num_rows) return KVC_OK;
     w->next = kvc_sequence_next(sequence);
-    KVC_TRY(check_gone(cache, sequence, w, group));
-    w->num_tiles = list_tiles(list, NULL, &end);
+    KVC_TRY(check_not_gone(cache, sequence, w, group));
+    w->num_tiles = list_tiles(list, NULL, &padded_rows); /* NULL, twice: only measures */
     if (w->num_parts > w->num_tiles) w->num_parts = (int32_t)w->num_tiles;
-    w->most_queries = most_queries(w, end);
-    KVC_TRY(kvc_snapshot_take(cache, layer, kvc_runs_begin(list), list->num, lay_out(w, end, NULL), &w->from));
-    lay_out(w, end, w->from.scratch);
-    list_tiles(list, w->tiles, &end);
+    w->most_queries = most_queries(w, padded_rows);
+    const uint64_t size = lay_out(w, padded_rows, NULL);
+    KVC_TRY(kvc_snapshot_take(cache, layer, kvc_runs_begin(list), list->num, size, &w->from));
+    lay_out(w, padded_rows, w->from.scratch);
+    list_tiles(list, w->tiles, &padded_rows);
     return KVC_OK;
 }
 

@@ -254,7 +254,7 @@ struct kvc_plan {
     kvc_selecting selecting;
 };
 
-/* Whether the rows of a segment lie behind another one's, and stand there: the two could be one segment. */
+/* Whether `next` follows a segment in memory, by position and in the batch, with one delta: they could be one. */
 static inline int kvc_extends(const kvc_segment *segment, const kvc_segment *next) {
     const int32_t n = segment->count;
     return next->rows == segment->rows && next->delta_index == segment->delta_index &&
@@ -268,9 +268,11 @@ static inline int64_t kvc_larger(int64_t a, int64_t b) { return a > b ? a : b; }
 /* n divided by a positive number, rounded up. */
 #define KVC_DIVIDE_UP(n, by) (((int64_t)(n) + (by) - 1) / (by))
 
-/* Returns the type to convert rows to before a kernel reads them: their own if a kernel takes it, otherwise q8_0.  For
- * rows with a row scale, it is int8 instead of q8_0.  For many query rows, q8_0, or f32 if q8_0 has no kernel, or
- * decoded rows have one.  In bytes, int8 or f32, which becomes int8 then.
+/* Returns the type to convert rows to before a kernel reads them.  way: KVC_STREAMED, KVC_TILED or KVC_IN_BYTES.
+ *   - In bytes, rows with one scale each become int8, and others f32, which is then rounded to int8.
+ *   - Otherwise rows keep their type if a kernel takes it.
+ *   - Other rows that are streamed become int8 if they have one scale each, otherwise q8_0.
+ *   - Other rows that are tiled become q8_0, or f32 if q8_0 has no kernel or decoded rows have one of their own.
  */
 static inline int32_t kvc_taken_as(const kvc_kernels *kernels, int32_t type, int way) {
     const int is_tiled = way == KVC_TILED;
@@ -332,8 +334,7 @@ static inline int64_t kvc_split_rows(const kvc_query_slice *slice, int32_t p) {
     return rest < slice->split_rows ? rest : slice->split_rows;
 }
 
-/* Returns the size of one split's result in floats: max and sum of each query row, then acc_stride accumulated values
- * of each. */
+/* Returns the floats of a split's result: max and sum of each query row, then acc_stride accumulated values of each. */
 static inline uint64_t kvc_partial_size(int32_t num_query_rows, int32_t acc_stride) {
     return kvc_align_up(2 * (uint64_t)num_query_rows, KVC_LANES) + (uint64_t)num_query_rows * (uint64_t)acc_stride;
 }
@@ -388,7 +389,7 @@ typedef struct kvc_rank_lanes {
     int32_t num;          /* lanes of all */
 } kvc_rank_lanes;
 
-/* Returns the lanes of a plan for choosing. */
+/* Returns the lanes of a plan for choosing.  A choice has a power of two of lanes, or a multiple of KVC_LANES. */
 static inline kvc_rank_lanes kvc_rank_lanes_of(const kvc_plan *plan) {
     const int32_t num_choices = plan->args.num_choices, num_kv_heads = plan->num_kv_heads;
     kvc_rank_lanes lanes = {.choices = num_choices > num_kv_heads ? num_choices / num_kv_heads : 1};
