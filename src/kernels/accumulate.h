@@ -1,8 +1,8 @@
-/* accumulate.h: sums of rows, weighted; part of template.h.
+/* accumulate.h: sums of rows, weighted: acc = acc * factor + sum of weight * row; part of template.h.
  *
- * Sums are computed in blocks of up to FLOAT_QUERIES queries by as many vectors of columns as the accumulators allow,
- * over all rows.  The factors are weights and vectors of a row.  The fewer of the two stay in registers while the
- * others are loaded one by one.
+ * A column is an element of rows and of acc.  Sums are computed over all rows in blocks of up to FLOAT_QUERIES queries
+ * by as many vectors of LANES columns as the ACCUMULATORS registers allow.  The factors are weights and vectors of a
+ * row.  The fewer of the two stay in registers while the others are loaded one by one.
  *
  *     sums[r * num_vecs + i]     query r, columns [d + i * LANES, d + (i + 1) * LANES)
  */
@@ -28,7 +28,7 @@ INLINE void load_columns(int type, int num, vec *x, const char *p) {
     for (int i = 0; i < num; i++) x[i] = v_keep(x[i]);
 }
 
-/* Adds row j, of which `row` is the block's first column, holding its vectors in registers. */
+/* Adds row j, weighted, holding the row's vectors in registers.  row: its element in the block's first column. */
 INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
                                     const char *row, int j, prefetcher *next) {
     const int lines = lines_of(type, num_vecs), num = vecs_at_once(type, num_vecs);
@@ -44,7 +44,7 @@ INLINE void accumulate_step_of_rows(int type, int num_q, int num_vecs, vec *sums
     }
 }
 
-/* The same, holding its weights in registers. */
+/* Adds row j, weighted, holding its weights for all queries in registers. */
 INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *sums, const accumulate_args *a,
                                        const char *row, int j, prefetcher *next) {
     const int num = vecs_at_once(type, num_vecs);
@@ -63,7 +63,7 @@ INLINE void accumulate_step_of_weights(int type, int num_q, int num_vecs, vec *s
     }
 }
 
-/* Brings the sums of a query from the order of columns to the order of load_columns, or back. */
+/* Brings the sums of a query from the order of columns to that of load_columns, even ones first, or back. */
 INLINE void reorder_sums(int type, int num_vecs, vec *sums, int is_back) {
 #if IS_WIDE
     UNROLL

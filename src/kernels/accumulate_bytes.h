@@ -1,8 +1,9 @@
 /* accumulate_bytes.h: sums of quantised rows, weighted, by products of bytes, for AArch64; part of neondotprod.c and
  * neoni8mm.c, behind score_bytes.h.
  *
- * Weights are rounded as in accumulate_quantised.h, but so that each is 256 * high + low, of two signed bytes.  Rows
- * are moved into columns once for all queries: a column's elements of SUM_ROWS rows stand together.
+ * Weights times the scales of blocks are rounded as in accumulate_quantised.h, but so that each is 256 * high + low, of
+ * two signed bytes, its digits.  Rows are moved into columns once for all queries: a column's elements of SUM_ROWS rows
+ * stand together.  A unit is what a rounded weight of 1 stands for.
  *
  * For many query rows, values of q8_0 are moved once, to a PANEL: of block after block, the rows' scales, as floats,
  * and the columns.
@@ -63,7 +64,7 @@ INLINE void pack_columns(int type, char *to, const accumulate_args *a, int at, p
     }
 }
 
-/* Splits the weights of a query and a block, of n rows, in their place. */
+/* Splits the rounded weights of n rows, of a query and a block, into digits, eight at a time, in their place. */
 INLINE void split_weights(int16_t *rounded, int n) {
     char *to = (char *)rounded;
     const char *from = to;

@@ -1,8 +1,10 @@
 /* accumulate_codes.h: sums of rows of codes of four or five bits, weighted, in integers; part of template.h, where
  * HAS_VNNI.
  *
- * A row's weight times the scale of its block is rounded to int16, as in accumulate_quantised.h.  Codes of four rows
- * are interleaved at a time, and unpacked as bytes, before they become int16.
+ * A row's weight times the scale of its block is rounded to int16, as in accumulate_quantised.h.  Codes of four rows, a
+ * quad, are interleaved at a time, and unpacked as bytes, before they become int16: codes with a fifth bit less 16,
+ * others as the levels that they stand for.  What elements have beside that is their block's minimum (load_heads): of
+ * that, weights times minima are added to all columns of the block.
  */
 
 enum {
@@ -19,8 +21,7 @@ typedef struct code_weights {
     uint32_t fifth_bits[BLOCKS_AT_ONCE][KVC_TILE];
 } code_weights;
 
-/* Loads what n rows have before the codes of the block `at` bytes into each, and 0 past n.  Returns 0; NaN if a scale
- * is NaN or infinite. */
+/* Loads the heads of a block, `at` bytes into n rows, and 0 past n.  Returns 0, or NaN if a scale is not finite. */
 INLINE float load_tile_heads(int type, vec scales[TILE_VECS], vec minima[TILE_VECS], uint32_t *fifth_bits,
                              const kvc_value_piece *piece, ptrdiff_t at, ptrdiff_t stride, int n) {
     char copies[LANES][COPY_STRIDE];
@@ -55,7 +56,7 @@ INLINE vec add_up_lanes(const vec x[LANES]) {
     return v_add(halves[0], halves[1]);
 }
 
-/* Does what round_weights does, and adds up minima where the type has them. */
+/* Rounds weights times scales as round_weights does, and adds up weights times minima where the type has minima. */
 INLINE void round_code_weights(int type, int num_q, code_weights *to, accumulate_args *a, ptrdiff_t block, int blocks) {
     block_weights *const w = &to->rounded;
     const int has_minimum = KVC_TYPES[type].has_minimum, vectors = kvc_padded_rows(a->n) / LANES;
@@ -106,7 +107,7 @@ INLINE ivec each_of_eight_bits(void) {
     return i_load(BITS);
 }
 
-/* Unpacks what i_load_quad loaded to x[half of the block][pair of rows]. */
+/* Unpacks what i_load_quad loaded to to[half of the block][pair of rows], as int16. */
 INLINE void unpack_quad(int has_fifth_bits, ivec to[2][2], ivec x, ivec levels, ivec fifth_bits) {
     UNROLL
     for (int i = 0; i < 2; i++) {
@@ -135,7 +136,8 @@ typedef struct code_block {
 /* Counts the sums of a column and query: two where one query's products would wait for each other. */
 INLINE int code_sets_for(int num_q) { return num_q == 1 ? 2 : 1; }
 
-/* Adds the products of four rows and of num_q queries' weights, w of the first one. */
+/* Adds the products of two pairs of rows with num_q queries' weights, w the first query's.  If there are two sets of
+ * sums, each pair has its own. */
 INLINE void multiply_quad(int num_q, ivec (*sums)[MANY_QUERIES][2], ivec x[2][2], const char *w) {
     UNROLL
     for (int i = 0; i < 2; i++) UNROLL
@@ -147,7 +149,7 @@ INLINE void multiply_quad(int num_q, ivec (*sums)[MANY_QUERIES][2], ivec x[2][2]
     }
 }
 
-/* Adds up the products of a block of values and of num_q queries' weights, w of the first one. */
+/* Adds up the products of a block of all values with the weights of num_q queries.  w: the first query's. */
 INLINE void multiply_values(int has_fifth_bits, int num_q, ivec (*to)[2], accumulate_args *a, const code_block *b,
                             const char *w) {
     const int sets = code_sets_for(num_q);

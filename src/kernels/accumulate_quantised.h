@@ -12,6 +12,9 @@
  *
  * The largest product, 0.024, becomes 32767, so the unit is 0.024 / 32767.  A pair of rows is one multiplication for
  * each element: 8192 * 100 + 32767 * -20 = 163860.  Times the unit, that is 0.12002, where f32 has 0.12.
+ *
+ * A row with one scale (int8) has weights that include it.  Rows lie in pieces of KVC_PANEL.  A column is an element of
+ * rows.  A part is two vectors of columns.  zero_or_nan is 0, or NaN if a factor is not finite: added to the unit.
  */
 
 enum {
@@ -43,8 +46,7 @@ RARE vec load_few_scales(const char *block, ptrdiff_t stride, int n) {
     return v_load_f16(scales);
 }
 
-/* Loads the scales of the block `at` bytes into each of n rows, and 0 past n.  Returns 0; NaN if a scale is NaN or
- * infinite. */
+/* Loads the scales of the block `at` bytes into each of n rows, and 0 past n.  Returns zero_or_nan of them. */
 INLINE float load_scales(vec scales[TILE_VECS], const kvc_value_piece *pieces, ptrdiff_t at, ptrdiff_t stride, int n) {
     vec zero_or_nan = v_zero();
     const char *block = NULL;
@@ -57,7 +59,7 @@ INLINE float load_scales(vec scales[TILE_VECS], const kvc_value_piece *pieces, p
     return zero_or_nan_of(zero_or_nan);
 }
 
-/* Loads those of a block of a PANEL, where they stand as floats. */
+/* Loads the scales of a block of a PANEL, where they stand as floats.  Returns zero_or_nan of them. */
 INLINE float load_panel_scales(vec *scales, const char *block) {
     vec zero_or_nan = v_zero();
     UNROLL
@@ -68,8 +70,7 @@ INLINE float load_panel_scales(vec *scales, const char *block) {
     return zero_or_nan_of(zero_or_nan);
 }
 
-/* Returns the largest of weights that have been multiplied by scales, in each lane.  Sets zero_or_nan to 0; to NaN if a
- * weight is NaN or infinite.  vectors: a multiple of PANEL_VECS. */
+/* Returns the largest weights, lane by lane, and sets zero_or_nan of them.  vectors: a multiple of PANEL_VECS. */
 INLINE vec largest_weights(const float *weights, int vectors, float *zero_or_nan) {
     vec largest = v_zero(), times_zero = v_zero();
     for (int i = 0; i < vectors; i += PANEL_VECS) UNROLL
@@ -107,8 +108,8 @@ INLINE void round_products(int16_t *rounded, const float *weights, const vec *sc
     }
 }
 
-/* Finds the units of num blocks and queries by their largest products, a lane each, and what products are multiplied by
- * before they are rounded.  Writes up to a multiple of LANES. */
+/* Finds the units of `num` blocks and queries by their largest products, of which each lane of largest[i] has one, and
+ * `inverse`, 1 over the units.  Writes up to a multiple of LANES. */
 INLINE void find_units(block_weights *w, vec largest[WEIGHTS_AT_ONCE], float inverse[WEIGHTS_AT_ONCE], int num) {
     for (int i = num; i % 4; i++) largest[i] = v_zero();
     for (int i = 0; i < num; i += LANES) {
@@ -127,10 +128,10 @@ INLINE ptrdiff_t block_stride(int type, const accumulate_args *a) {
     return type == PANEL ? a->row_stride : block_bytes(type);
 }
 
-/* Rounds weights times scales to integers, in `blocks` blocks, the largest product of each and a query to
- * LARGEST_WEIGHT.  This product sets the unit, not the largest weight times the largest scale.  Otherwise a row of
- * large elements and little weight, even a masked one, would cost all others their digits.  Goes over all blocks and
- * queries three times, because the work for one of them is a chain of few but slow instructions. */
+/* Rounds weights times scales to integers for each query and each of `blocks` blocks.  The largest product becomes
+ * LARGEST_WEIGHT.  It sets the unit, not the largest weight times the largest scale: otherwise a row of large elements
+ * and little weight, even a masked one, would cost all others their digits.  Goes over all blocks and queries three
+ * times, because the work for one of them is a chain of few but slow instructions. */
 TARGET static void round_weights(int type, int num_q, block_weights *w, accumulate_args *a, ptrdiff_t block,
                                  int blocks) {
     prefetcher next = a->next[0];
@@ -169,8 +170,8 @@ enum { PARTS_AT_ONCE = 2 }; /* most parts of a row, two vectors of columns each,
 /* Counts the sums of a column and query: two where few products would wait for each other. */
 INLINE int sets_for(int num_q, int parts) { return (HAS_VNNI || HAS_AVX_VNNI) && num_q * parts <= 2 ? 2 : 1; }
 
-/* Adds the products of `parts` parts of ROWS_AT_ONCE rows, `apart` bytes apart, row r of them at p + r * stride, and
- * the queries' weights, w of the first query. */
+/* Adds the products of ROWS_AT_ONCE rows with the queries' weights, in `parts` parts, which are `apart` bytes apart.
+ * Row r is at p + r * stride.  w: the first query's weights.  If there are two sets of sums, pairs take turns. */
 INLINE void accumulate_rows(int type, int num_q, int parts, ivec (*sums)[PARTS_AT_ONCE][2 * MANY_QUERIES],
                             const char *p, ptrdiff_t stride, int apart, const char *w) {
     UNROLL
@@ -192,7 +193,7 @@ INLINE void accumulate_rows(int type, int num_q, int parts, ivec (*sums)[PARTS_A
     }
 }
 
-/* Adds a part's sums, times their unit, to two vectors of acc, `second` apart. */
+/* Multiplies two vectors of acc, `second` floats apart, by queries' factors, and adds a part's sums, times units. */
 INLINE void add_sums(int type, int num_q, ivec *sums, float *acc, int acc_stride, int second, const float *factors,
                      const float *unit) {
     UNROLL
@@ -205,8 +206,7 @@ INLINE void add_sums(int type, int num_q, ivec *sums, float *acc, int acc_stride
     }
 }
 
-/* Columns of all rows that are summed at once, and the weights for them: two vectors of a block, or all of two blocks
- * that share weights. */
+/* Columns that are summed at once, and their weights: two vectors of a block, or all of two blocks with one scale. */
 typedef struct column_set {
     ptrdiff_t block;     /* bytes of a row before the block */
     int element;         /* first element of the block, in a row */

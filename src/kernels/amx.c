@@ -9,7 +9,8 @@
  * If the processor also multiplies tiles of f16 (AMX-FP16), values of f16 are multiplied as they are, by weights in two
  * f16.  Keys of f16 are multiplied by query rows of f16.
  *
- * Factors are packed in chunks of 32 elements along the sum; a chunk that is not full is filled up with zeros.
+ * A tile is a tile register, or what is loaded into it: 16 rows of 64 bytes.  A panel is packed keys, or values.
+ * Factors are packed in chunks of 32 elements along the sum, with zeros behind the last element.
  *
  *     of a query row, or of weights     part 0 of 32 elements, part 1, part 2
  *     of a panel                        for each 16 columns, for each chunk that there is space for, for each part, a
@@ -49,7 +50,7 @@ INLINE vec take_bf16(int num_parts, int p, vec *rest) {
     return part;
 }
 
-/* Splits the 32 floats of x and y. */
+/* Splits the 32 floats of x and y into num_parts bf16 each.  parts[p] has part p of x, then of y. */
 INLINE void split(int num_parts, vec x, vec y, ints *parts) {
     const ints odd = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25,
                                       23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
@@ -82,8 +83,7 @@ INLINE vec load_or_zero(int type, const void *row, int d, int dim) {
     return d < dim ? load(type, row, d, smaller(LANES, dim - d)) : v_zero();
 }
 
-/* Packs a query row or a row of weights, times scale.  `to` may be `from`: in three parts, which take more space, the
- * last chunk comes first. */
+/* Packs a query row, times scale.  `to` may be `from`: three parts take more space, so the last chunk comes first. */
 INLINE void split_row(int num_parts, float *to, const float *from, int dim, float scale) {
     for (int i = 0; i < chunks_of(dim); i++) {
         const int c = num_parts == 3 ? chunks_of(dim) - 1 - i : i;
@@ -123,8 +123,7 @@ INLINE vec within_bf16(vec x) {
     return v_max(v_set(-0x1.fep127f), v_min(largest, x)); /* a NaN stays, as the second operand */
 }
 
-/* Packs half a chunk of LANES keys, of which x has 16 elements each, into the panel's tiles: transposes them, then
- * splits pairs. */
+/* Packs half a chunk, x[i] of key i, into the panel's tiles: transposes it, then splits pairs of elements. */
 INLINE void pack_half_chunk(int num_parts, float *to, vec *x) {
     if (num_parts == 3) UNROLL
     for (int i = 0; i < LANES; i++) x[i] = within_bf16(x[i]);
@@ -222,8 +221,7 @@ RARE float raise_maximum(vec largest, float *max) {
     return factor;
 }
 
-/* Turns a row's scores, times scale, into packed weights, and returns their sum.  Of three parts, which take more
- * space, the last chunk comes first. */
+/* Turns scores, times scale, into packed weights; returns their sum.  Three parts take more space: goes backwards. */
 INLINE float weigh_packed_row(int is_f16, int num_parts, float *row, int num_chunks, float scale, float max) {
     enum { CHUNKS = EXPS / 2 };
     const int degree = is_f16 || num_parts == 3 ? 6 : 5;
@@ -334,8 +332,7 @@ TARGET static void kvc_end_amx(const kvc_former *former) {
         _tile_release(); /* takes 60 ns less */
 }
 
-/* Macros, as the number of a register is a part of the instruction.  The product of f16, which compilers know since GCC
- * 13 and Clang 16, is written out. */
+/* Macros, as instructions name registers.  The product of f16, which is new in GCC 13 and Clang 16, is written out. */
 #ifndef KVC_TILE_DPFP16PS /* tests emulate it */
 #define KVC_TILE_DPFP16PS(c, a, b) \
     __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"((15 - (b)) << 3 | 3), "i"(0xc0 | (c) << 3 | (a)))
@@ -372,7 +369,8 @@ TARGET static void kvc_end_amx(const kvc_former *former) {
         if ((t)->two_rows && (t)->two_columns) what(3, (t)->c + TILE_ROWS * (t)->ldc + LANES, (t)->ldc * 4); \
     } while (0)
 
-/* Adds the products of one chunk, whose factors have so many parts, those of the same size in any order. */
+/* Adds the products of parts of one chunk, but not the smallest: part o of a times part p of b only where o + p is
+ * below the larger number of parts.  a, b: floats before the chunk. */
 INLINE void multiply_chunk(const tiles *t, ptrdiff_t a, ptrdiff_t b, int parts_a, int parts_b) {
     LOAD_B(t, b);
     for (int p = parts_a - 1; p >= 0; p--) {

@@ -1,4 +1,5 @@
-/* amx_bytes.h: prompts in bytes in tile registers; part of amx.c.  Weights are those of avx512vnni.c.
+/* amx_bytes.h: prompts in bytes in tile registers; part of amx.c.  Weights are those of avx512vnni.c.  A tile is a tile
+ * register, or what is loaded into it: of factor a 4 and 5, of b 6 and 7, and of their sums 0 to 3.
  *
  * Panels are of tiles, each of 64 bytes along the sum and 16 columns: bytes (0 .. 3) of all columns, (4 .. 7), and so
  * on.
@@ -45,7 +46,7 @@ TARGET void kvc_pack_byte_keys_amx(void *panel, const void *rows, int64_t row_st
         }
 }
 
-/* Is a kvc_pack_bytes_fn. */
+/* Is a kvc_pack_bytes_fn: puts a column's elements of four rows side by side. */
 TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim) {
     for (int j = 0; j < n; j += 4)
         for (int d = 0; d < dim; d += LANES) {
@@ -92,7 +93,7 @@ INLINE void store_byte_sums(void *c, ptrdiff_t ldc, int two_rows) {
     memory_barrier();
 }
 
-/* Turns the sums of codes in two vectors of columns of some rows to scores. */
+/* Turns the sums of products in two vectors of columns of num_q rows, in their place, into scores. */
 INLINE void finish_scores(float *scores, const float *q, int q_stride, int num_q, const float *units) {
     const vec first = v_load(units), second = v_load(units + LANES);
     for (int r = 0; r < num_q; r++, scores += KVC_BYTE_SCORES, q += q_stride) {

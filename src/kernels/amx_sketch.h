@@ -1,5 +1,7 @@
-/* amx_sketch.h: sketches scored in tile registers for many query rows; part of amx.c.  A tile has 16 quads of a vector
- * of rows, which lie as sketch.h unpacks them: SKETCH_VECTORS tiles are side by side.
+/* amx_sketch.h: sketches scored in tile registers for many query rows; part of amx.c.
+ *
+ * A sketch is a code of two bits for each element of a key; a quad is four codes, a byte each.  A tile has 16 quads of
+ * each of 16 rows, the lanes of a vector, as sketch.h unpacks them: SKETCH_VECTORS tiles are side by side.
  */
 
 enum { FEWEST_TILED = 5 /* query rows: the kernel of vectors is faster for fewer */ };

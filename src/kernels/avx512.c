@@ -1,4 +1,8 @@
-/* avx512.c: the kernels for AVX-512 (F, BW, DQ, VL), and their table. */
+/* avx512.c: the kernels for AVX-512 (F, BW, DQ, VL), and their table.
+ *
+ * template.h has the kernels as inline functions.  The macros of instantiate.h define functions that call them, under a
+ * name for the table: DEFINE_FLOATS(avx512) defines kvc_convert_avx512, kvc_softmax_avx512 and so on.
+ */
 #include "kernels/kernels.h"
 
 #ifdef KVC_HAVE_AVX512
@@ -11,13 +15,14 @@
 
 DEFINE_FLOATS(avx512)
 
-/* Rows that fill no 16 lanes, as of heads of 40 or 72, are left to AVX2: a tail of their own took longer. */
+/* Rows whose dim is no multiple of LANES, as of heads of 40 or 72, are left to AVX2: a tail here took longer. */
 DEFINE_WHOLE_SCORE(kvc_score_f32_avx512, KVC_F32, kvc_score_f32_avx2)
 DEFINE_WHOLE_SCORE(kvc_score_f16_avx512, KVC_F16, kvc_score_f16_avx2)
 DEFINE_WHOLE_SCORE(kvc_score_bf16_avx512, KVC_BF16, kvc_score_bf16_avx2)
 DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_f32_avx512, KVC_F32, kvc_accumulate_f32_avx2)
 DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_f16_avx512, KVC_F16, kvc_accumulate_f16_avx2)
 DEFINE_WHOLE_ACCUMULATE(kvc_accumulate_bf16_avx512, KVC_BF16, kvc_accumulate_bf16_avx2)
+/* Kernels of this set load even elements of bf16 before the odd ones, and take queries in that order. */
 TARGET void kvc_prepare_bf16_avx512(float *q, int q_stride, int num_q, int dim, float scale) {
     if (dim % LANES)
         kvc_scale_avx2(q, q_stride, num_q, dim, scale);

@@ -10,7 +10,7 @@
 #include "kernels/vector_avx512.h"
 #include "kernels/template.h"
 
-/* Converts a row of a type of which no element is a denormal float: the instruction would make these 0. */
+/* Converts a row of a type none of whose elements is a denormal f32: the instruction would make these 0. */
 INLINE void convert_row_to_bf16(int from, int to, char *dst, const char *src, int dim) {
     const int tail = tail_of(from, dim), whole = dim - tail;
     for (int d = 0; d < whole; d += LANES)

@@ -15,6 +15,7 @@ enum { BYTE_QUERIES = 6 };
 
 INLINE ivec i_of_bits(vec x) { return _mm512_castps_si512(x); }
 
+/* Rounds 64 floats to bytes.  Packs work within quarters of 128 bits, so the int32 are put in order afterwards. */
 INLINE void store_weights(void *p, const vec x[EXPS]) {
     const __m512i in_turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(x[0]), _mm512_cvtps_epi32(x[1])); /* by quarters */

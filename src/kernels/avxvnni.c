@@ -10,6 +10,7 @@
 
 enum { BYTE_QUERIES = 3 };
 
+/* Rounds 32 floats to bytes.  Packs work within halves of 128 bits, so the int32 are put in order afterwards. */
 INLINE void store_weights(void *p, const vec x[EXPS]) {
     const __m256i in_turns = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256i low = _mm256_packs_epi32(_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])); /* half by half */

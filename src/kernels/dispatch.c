@@ -1,4 +1,8 @@
-/* dispatch.c: looks at the processor and the environment. */
+/* dispatch.c: looks at the processor and the environment.
+ *
+ * A set is the kernels for some instructions.  A has_ function says whether the processor has what a set needs beside
+ * the sets before it in SETS.  On x86, cpuid is the instruction that lists features, as bits, page by page (leaf).
+ */
 #if defined(__linux__) && !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* syscall */
 #endif
@@ -9,8 +13,8 @@
 #include "base/environment.h"
 #include "kernels/dispatch.h"
 
-/* Asks a question about the machine once, as cpuid takes microseconds in a virtual one; again while the answer is below
- * 0, which is "not now".  Every thread finds the same. */
+/* Asks a question about the machine once, as cpuid takes microseconds in a virtual one.  An answer below 0, "not now",
+ * is no, and not kept.  known: the answer so far; threads that ask at once find the same. */
 static int ask_once(atomic_int *known, int (*question)(void)) {
     enum { NOT_KNOWN, NO, YES };
     int answer = atomic_load_explicit(known, memory_order_relaxed);
@@ -198,7 +202,7 @@ const kvc_kernels *kvc_cpu_kernels(const char **wanted) {
     return NULL;
 }
 
-/* Whether it is one of AMD's with 48 KiB of L1 cache (Zen 5).  Other processors do not know this leaf of cpuid. */
+/* Whether the processor is AMD's and has 48 KiB of L1 cache (Zen 5).  Others do not know this leaf of cpuid. */
 static int has_large_l1(void) {
 #ifdef KVC_HAVE_AVX2
     unsigned eax, ebx, ecx, edx;
@@ -208,8 +212,7 @@ static int has_large_l1(void) {
 #endif
 }
 
-/* 1 where the tile being read and the next one do not fill the L1 cache: it was faster there, and not with 32 KiB (Zen
- * 3). */
+/* 1 if the tile being read and the next one fit the L1 cache: that was faster with 48 KiB, not with 32 KiB (Zen 3). */
 int kvc_cpu_prefetch_level(void) {
     static atomic_int known;
     return ask_once(&known, has_large_l1) ? 1 : 2;

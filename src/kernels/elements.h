@@ -1,4 +1,10 @@
-/* elements.h: loading, storing and converting rows of any element type; part of template.h. */
+/* elements.h: loading, storing and converting rows of any element type; part of template.h.
+ *
+ * A block of a quantised type is KVC_QUANT_ELEMENTS elements: a scale, an f16, for some types a minimum or the fifth
+ * bits of codes, then the codes (base/dtype.h).  An element is scale * (code - zero), plus the minimum if there is one.
+ * Types with levels look a code up in a table instead: fitted codes are those of the nearest levels.  KVC_INT8,
+ * KVC_INT6 and KVC_INT4 have one scale a row, apart.  The last elements of a row, which fill no vector, are its tail.
+ */
 
 enum { QUANT_VECTORS = KVC_QUANT_ELEMENTS / LANES }; /* vectors of floats that a quantised block decodes to */
 
@@ -11,8 +17,7 @@ INLINE vec load_q8_0(const char *block, int i) {
     return v_mul(v_set_f16(block), v_load_i8(block + KVC_SCALE_BYTES + i));
 }
 
-/* Loads elements [i, i + LANES) of a block of q4_0: its bytes' low halves are the first half of the elements, the high
- * ones the second. */
+/* Loads elements [i, i + LANES) of a block of q4_0.  Low halves of bytes are elements 0 to 15, high halves 16 to 31. */
 INLINE vec load_q4_0(const char *block, int i) {
     const int half = KVC_QUANT_ELEMENTS / 2;
     vec q = v_load_u4(block + KVC_SCALE_BYTES + i % half, i / half * 4);
@@ -74,7 +79,7 @@ INLINE float first_largest(const vec x[QUANT_VECTORS]) {
     return first & ~positive ? -largest : largest;
 }
 
-/* Stores codes of four bits, or five. */
+/* Stores a block's codes of four bits, or five, of which the fifth bits stand in a uint32_t before the others. */
 INLINE void store_codes(int type, char *block, vec codes[QUANT_VECTORS]) {
     const int half = QUANT_VECTORS / 2;
     char *end = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
@@ -292,7 +297,8 @@ INLINE void store_vectors(int type, char *p, const vec x[QUANT_VECTORS]) {
     for (int i = 0; i < QUANT_VECTORS; i++) store_full(type, p + bytes_of(type, i * LANES), x[i]);
 }
 
-/* Do the same for a type that is no constant: a branch costs less than a copy of what encodes, or decodes, a block. */
+/* Do what load_vectors and store_vectors do, for a type that is no constant: a branch costs less than further copies of
+ * the code that encodes, or decodes, a block. */
 INLINE void load_floats(int type, vec x[QUANT_VECTORS], const char *p) {
     switch (type) {
     case KVC_F32: load_vectors(KVC_F32, x, p); break;
@@ -381,7 +387,8 @@ DEFINE_CONVERT_ROWS(decode_q5_0, decode_row, KVC_Q5_0, to_type)
 DEFINE_CONVERT_ROWS(decode_q5_1, decode_row, KVC_Q5_1, to_type)
 DEFINE_CONVERT_ROWS(decode_iq4_nl, decode_row, KVC_IQ4_NL, to_type)
 
-/* Chooses what converts; the types differ. */
+/* Returns what converts rows of one type to another type.  A quantised type is converted to or from floats only, by a
+ * function that asks for the type of floats itself.  NULL: the types are the same, or have one scale a row. */
 INLINE kvc_convert_fn *converter_of(int from, int to) {
     static kvc_convert_fn *const of_floats[KVC_FLOAT_TYPES][KVC_FLOAT_TYPES] = {
         [KVC_F32] = {NULL, convert_f32_f16, convert_f32_bf16},
@@ -430,7 +437,7 @@ INLINE void encode_int8(char *dst, const char *src, int n, vec inverse) {
     }
 }
 
-/* Stores codes below 16 or 64. */
+/* Stores a block's codes of int4, below 16, or of int6, below 64, whose upper two bits stand in front. */
 INLINE void store_planes(int type, char *block, code_bytes codes) {
     typedef uint8_t nibble_bytes __attribute__((vector_size(KVC_NIBBLE_BYTES)));
     nibble_bytes halves[2];
@@ -450,7 +457,8 @@ static const uint8_t MIDDLES_INT4[8 + 12] = {0, 94, 44, 160, 21, 68, 124, 209};
 static const uint8_t MIDDLES_INT6[32] = {0, 93, 45, 157, 21, 69, 124, 200, 9,   33,  57,  81,  108, 140, 177, 228,
                                          4, 15, 27, 39,  51, 63, 75,  87,  100, 116, 132, 148, 167, 188, 213, 245};
 
-/* Returns the codes of the levels nearest to x, half of which are above 0; halfway, of the larger one. */
+/* Returns the codes of the levels nearest to x; halfway, of the level of larger magnitude.  Levels are symmetric: finds
+ * the magnitude's level by a binary search over middles, for all elements at once, then mirrors codes of negative x. */
 INLINE code_bytes fitted_codes(int type, const vec x[QUANT_VECTORS]) {
     const int half = KVC_TYPES[type].num_levels / 2;
     vec twice[QUANT_VECTORS], is_positive[QUANT_VECTORS];
@@ -469,6 +477,7 @@ INLINE code_bytes fitted_codes(int type, const vec x[QUANT_VECTORS]) {
     return (codes + (uint8_t)half) ^ ((code_bytes)(c_from_floats(is_positive) == 0) & (uint8_t)(2 * half - 1));
 }
 
+/* Returns the levels that codes stand for: looks up 16 levels at a time, and takes those of the codes in that range. */
 INLINE code_bytes decode_levels(int type, code_bytes codes) {
     const int8_t *const levels = kvc_levels(type);
     code_bytes found = c_look_up(levels, codes & 15);
@@ -480,7 +489,7 @@ INLINE code_bytes decode_levels(int type, code_bytes codes) {
     return found;
 }
 
-/* Encodes n floats of a row of levels. */
+/* Encodes n floats of a row of levels.  Adds x * level and level * level to sums, for the row's scale. */
 INLINE void encode_fitted(int type, char *dst, const char *src, int n, vec inverse, kvc_level_sums *sums) {
     enum { SUMS = KVC_LANES / LANES };
     vec products[SUMS], squares[SUMS];
@@ -534,7 +543,8 @@ INLINE void unpack_row(int type, char *dst, const char *row, int dim) {
     }
 }
 
-/* Finds what the blocks that begin at p, of n rows, lack in unpacked rows. */
+/* Finds the minima of one block of n rows, the first of which is at p, that unpacked rows lack: the stored minimum plus
+ * scale * middle, as the middle is taken off codes. */
 INLINE void unpack_minima(int type, float *minima, const char *p, int64_t row_stride, int64_t n) {
     const vec middle = v_set((float)middle_of(type));
     int64_t j = 0;

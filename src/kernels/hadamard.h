@@ -1,4 +1,5 @@
-/* hadamard.h: multiplying by a Hadamard matrix; part of template.h. */
+/* hadamard.h: multiplying by a Hadamard matrix; part of template.h.  The step for a bit replaces each two elements
+ * whose numbers differ in that bit alone by their sum and difference.  Steps for low bits are within vectors. */
 
 enum { HADAMARD_VECTORS = 4 }; /* most vectors that are kept in registers: 8 take 2 KB and gain a tenth */
 
@@ -24,7 +25,7 @@ INLINE vec signs_of(int i, float x) {
     return v_mul(v_load(SIGNS + i % KVC_LANES), v_set(SIGNS_ABOVE[is_negative >> i / KVC_LANES & 1] * x));
 }
 
-/* Multiplies num vectors, elements from first on, by scale, and with their signs, and does the steps within them. */
+/* Multiplies num vectors, whose first element is number `first`, by scale and signs, and does the steps within them. */
 INLINE void hadamard_vectors(float *dst, const char *src, int num, float scale, int has_signs, int first) {
     vec x[HADAMARD_VECTORS];
     UNROLL

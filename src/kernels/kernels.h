@@ -1,8 +1,9 @@
 /* kernels.h: the loops over rows, one table of them per instruction set.
  *
- * A kernel knows nothing of sequences, policies or blocks: it gets rows that lie one after the other.  All are serial,
- * allocate nothing and read no byte outside the rows they are given.  Element types here are kvc_type; f32
- * accumulators.  Where a type is quantised, dim is a multiple of KVC_QUANT_ELEMENTS.
+ * A kernel knows nothing of sequences, policies or blocks: it gets rows, keys or values of dim elements, at equal
+ * distances.  All are serial, allocate nothing and read no byte outside the rows they are given.  They accumulate in
+ * f32.  A query row is one head of one token.  A tile is rows that are attended to together.  A panel is a tile's keys,
+ * or values, packed for products with many query rows.  Quantised rows have a multiple of KVC_QUANT_ELEMENTS elements.
  *
  *   scalar.c          plain C, no vectors: what the others are tested against.  Keep it.
  *   scalar_select.h   part of scalar.c: which rows are to be read
@@ -102,8 +103,7 @@ typedef void kvc_prepare_fn(float *q, int q_stride, int num_q, int dim, float sc
 
 /* The rows of a tile lie one after the other: rows[j] is the row at rows + j * row_stride, a number of bytes. */
 
-/* Memory that will be read next, which a kernel prefetches while it works.  Fits two registers, in which it is passed.
- */
+/* Memory that will be read next, which a kernel prefetches while it works.  It is passed in two registers. */
 typedef struct kvc_ahead {
     const void *begin;
     int32_t bytes; /* 0: prefetch nothing */
@@ -160,8 +160,9 @@ typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const flo
  * where tiles have no more rows. */
 typedef void kvc_pack_keys_fn(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim);
 
-/* Packs them into the panel of k = n that weights are multiplied by, as rows from `first` on: dst[j * dst_stride + d] =
- * rows[j][d] as f32 (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES becomes 0). */
+/* Packs n <= KVC_PANEL rows into the panel of k = n that weights are multiplied by, as rows from `first` on: dst[j *
+ * dst_stride + d] = rows[j][d] as f32 (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES
+ * becomes 0). */
 typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *rows, int64_t row_stride, int first, int n,
                                 int dim);
 

@@ -1,9 +1,12 @@
-/* matmul.h: products of many query rows with a tile, and the panels that tiles are packed into; part of template.h. */
+/* matmul.h: products of many query rows with a tile, and the panels that tiles are packed into; part of template.h.
+ *
+ * c = a * b, or c += a * b: a is query rows or weights, b a panel, which is keys packed as columns, or values as rows.
+ * Shares are memory that is prefetched a bit with each block of c.
+ */
 
 enum { MATMUL_DEPTH = 128 }; /* rows of a panel of 64 columns that fill 32 KiB */
 
-/* c[num_rows][num_vectors * LANES] = (add ? c : 0) + a[num_rows][k] * b[k][...], rows ldc, lda and ldb floats apart; c
- * in registers. */
+/* c[num_rows][num_vectors * LANES] = (add ? c : 0) + a[num_rows][k] * b[k][...]; rows: ldc, lda, ldb floats apart. */
 INLINE void matmul_block(int num_rows, int num_vectors, float *c, int ldc, const float *a, int lda, const float *b,
                          int ldb, int k, int add) {
     vec sums[MATMUL_SUMS], x[MATMUL_VECTORS];
@@ -67,8 +70,7 @@ INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, i
     MATMUL_ROWS_OF(1);
 }
 
-/* Multiplies blocks of `vectors` vectors of columns, of which there are KVC_LANES floats or more, as long as that many
- * are left. */
+/* Multiplies blocks of `vectors` vectors of columns, KVC_LANES floats or more, as long as that many are left. */
 #define MATMUL_VECTORS_OF(vectors)                                                                                   \
     for (; vectors * LANES >= KVC_LANES && vectors <= MATMUL_VECTORS && left >= vectors;                             \
          left -= vectors, j += vectors * LANES)                                                                      \

@@ -1,7 +1,8 @@
 /* matmul_quantised.h: products of many query rows with a tile of rows of q8_0, in integers, for vectors of 16 lanes and
  * products that take one instruction; part of avx512vnni.c.
  *
- * Computes what score_quantised.h and accumulate_quantised.h compute, but unpacks rows once for all query rows:
+ * Computes what score_quantised.h and accumulate_quantised.h compute, but unpacks rows once for all query rows.  A
+ * block is KVC_QUANT_ELEMENTS elements with one scale, a unit what a rounded weight of 1 stands for.
  *
  *     a panel of keys      of PANEL_ROWS rows after the other, of block after block: the rows' scales, as floats; then,
  *                          of each pair of elements, two vectors of 16 rows each
@@ -156,7 +157,7 @@ APART void round_panel_weights(int num_q, block_weights *w, const float *weights
         }
 }
 
-/* Adds the products of num_q query rows' weights, times the values of a block of num_pairs pairs of rows, to acc. */
+/* Adds the products of num_q query rows' weights, w the first's, with a block of num_pairs pairs of values, to acc. */
 INLINE void accumulate_panel(int num_q, float *acc, int acc_stride, const float *pairs, int num_pairs, const char *w,
                              const float *unit) {
     ivec sums[2 * PRODUCT_QUERIES];

@@ -1,5 +1,5 @@
 /* multiply_bytes.h: products of many query rows with a tile in bytes, for sets that add four products of bytes to a
- * lane by one instruction.
+ * lane by one instruction.  Each row has int8 codes, and a unit, which is what a code of 1 stands for.
  *
  *     a panel of keys      of each four elements, KVC_BYTE_TILE rows, of each row the four
  *     a panel of values    of each four rows, all columns, of each column the four
@@ -88,8 +88,7 @@ INLINE void pack_value_words(char *panel, const char *rows, int64_t row_stride, 
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
-/* Rows of bytes, by two addresses: the first row's and that of row 3.  From these, processors reach three rows each
- * without a register for each. */
+/* Rows of bytes, by the addresses of rows 0 and 3: from each of these, processors reach three rows by one register. */
 typedef struct byte_rows {
     const char *third[2];
     ptrdiff_t stride;
@@ -146,7 +145,8 @@ INLINE void score_byte_rows(int num_q, float *scores, const float *q, int q_stri
     }
 }
 
-/* Multiplies num_vectors vectors of columns of n values by the weights of num_q query rows.  starts: of their sums. */
+/* Multiplies num_vectors vectors of columns of n values by the weights of num_q query rows, and adds the sums, times
+ * units, to acc.  starts: what sums begin with, which cancels the 128 of shifted values. */
 INLINE void sum_byte_columns(int num_q, int num_vectors, float *acc, int acc_stride, const float *factor,
                              const float *unit, const int32_t *starts, byte_rows weights, const char *panel, int n,
                              int dim) {
@@ -163,7 +163,7 @@ INLINE void sum_byte_columns(int num_q, int num_vectors, float *acc, int acc_str
     }
 }
 
-/* dim is a multiple of KVC_QUANT_ELEMENTS: of two vectors or more. */
+/* Adds n weighted values to num_q rows of acc.  dim is a multiple of KVC_QUANT_ELEMENTS: two vectors or more. */
 INLINE void sum_byte_rows(int num_q, float *acc, int acc_stride, const float *factor, const float *unit,
                           const float *weights, const char *panel, int n, int dim) {
     const byte_rows rows = byte_rows_at(weights, KVC_BYTE_SCORES * (ptrdiff_t)sizeof *weights);
@@ -208,7 +208,7 @@ INLINE void sum_in_bytes(float *acc, int acc_stride, const float *factor, const 
 
 /* ---- weights ----------------------------------------------------------------------------------------------------- */
 
-/* Adds their values' logarithms to a row's scores.  Returns the largest of these, lane by lane. */
+/* Adds the logarithms of values' units to a row's scores.  Returns the largest of the sums, lane by lane. */
 INLINE vec add_logs(float *row, const float *logs, int padded) {
     vec largest = v_set(-INFINITY);
     for (int j = 0; j < padded; j += LANES) {
@@ -229,8 +229,7 @@ INLINE float add_up_vectors(vec x[SUM_VECTORS]) {
     return v_sum_lanes(SUM_VECTORS == 2 ? v_add(x[0], x[SUM_VECTORS - 1]) : x[0]);
 }
 
-/* Turns a row's scores with these logarithms into weights, and returns the sum of exp times 1 over the values' units.
- */
+/* Turns a row's scores after add_logs into weights, and returns the sum of exp times 1 over the values' units. */
 INLINE float weigh_row_in_bytes(float *row, const kvc_byte_units *units, int padded, float max) {
     const vec shift = v_set(max == -INFINITY ? 0 : -max); /* where nothing is visible, weights become 0 */
     vec totals[SUM_VECTORS];
@@ -252,9 +251,7 @@ INLINE float weigh_row_in_bytes(float *row, const kvc_byte_units *units, int pad
     return add_up_vectors(totals);
 }
 
-/* Is a kvc_weigh_bytes_fn.  Finds the largest scores of some rows first: what one row does waits for what it did
- * before.
- */
+/* Is a kvc_weigh_bytes_fn.  Works on LANES rows at a time, since the steps for one row wait for each other. */
 INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                            float *factor, float *unit) {
     const int padded = kvc_padded_rows(n);

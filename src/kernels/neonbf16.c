@@ -102,8 +102,7 @@ TARGET static void kvc_pack_values_bf16_neonbf16(float *dst, int dst_stride, con
         }
 }
 
-/* Is a kvc_prepare_fn.  Of floats beyond the largest bf16, which would be rounded to an infinity, what is left would be
- * another. */
+/* Is a kvc_prepare_fn.  Limits floats to the largest bf16: a larger one would be split into inf and -inf. */
 TARGET static void kvc_prepare_tile_neonbf16(float *q, int q_stride, int num_q, int dim, float scale) {
     const vec most = v_set(0x1.fep127f), least = v_set(-0x1.fep127f);
     scale_rows(q, q_stride, num_q, dim, scale);
@@ -121,7 +120,7 @@ INLINE bvec b_from_floats(vec x, vec y) {
     return both;
 }
 
-/* Stores the parts of the floats of x and y. */
+/* Stores the floats of x and y as bf16, and, STEP_BYTES behind, what rounding took off, as bf16, too. */
 INLINE void store_parts(char *to, vec x, vec y) {
     const bvec upper = b_from_floats(x, y);
     const vec rest_x = vsubq_f32(x, vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(upper), 16)));
@@ -134,8 +133,8 @@ INLINE vec load_4(const float *row, int p, int k) {
     return p + STEP <= k ? v_load(row + p) : v_load_some(row + p, p < k ? k - p : 0);
 }
 
-/* Packs `steps` steps of `rows` rows, up to BLOCK, from element p of k on: of floats in two parts, or of bf16 that are
- * one, with zeros up to the end of a chunk.  The last row stands for those that are not there. */
+/* Packs `steps` steps of `rows` rows, from element p of k on: floats in two parts, or bf16 in one, with zeros behind
+ * element k.  Packs BLOCK rows: the last row stands for rows that are not there. */
 INLINE void pack_rows(int parts, char *to, const float *a, int lda, int rows, int p, int k, int steps) {
     for (int i = 0; i < BLOCK; i += 2, to += sizeof(bvec)) {
         const float *const x = a + (ptrdiff_t)smaller(i, rows - 1) * lda;
@@ -158,7 +157,7 @@ INLINE vec multiply(vec sum, bvec x, bvec y) {
     return sum;
 }
 
-/* Stores, or adds, the first or second row of the sums of two. */
+/* Stores the first or second row of sums, each of which is of two rows and two columns; or adds it to c. */
 INLINE void store_row(float *c, const vec sums[PAIRS_AT_ONCE], int is_second, int add) {
     UNROLL
     for (int j = 0; j < PAIRS_AT_ONCE; j += 2, c += LANES) {

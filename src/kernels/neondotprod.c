@@ -1,5 +1,6 @@
 /* neondotprod.c: scores and sums of quantised rows for AArch64 with dot products of bytes (from ARMv8.2 on), and the
- * table, all else of which is as in neon.c.  SDOT adds four products of bytes to a lane. */
+ * table, all else of which is as in neon.c.  SDOT adds four products of bytes to a lane.  What rows are multiplied by,
+ * a query or weights, has 16 bits: two digits, signed bytes, of which the high one counts 256 (score_bytes.h). */
 #include "kernels/neon.h"
 
 #ifdef KVC_HAVE_NEON
@@ -50,6 +51,7 @@ INLINE void add_products(byte_sums *sums, const int8x16_t x[DOT_ROWS * BLOCK_VEC
     }
 }
 
+/* Returns the products of a block of DOT_ROWS rows with a query's digits, a lane for each row. */
 INLINE int32x4_t count_of(const int8x16_t x[DOT_ROWS * BLOCK_VECTORS], const char *q) {
     int32x4_t counts[DOT_ROWS];
     UNROLL
@@ -73,7 +75,7 @@ INLINE void store_columns(char *to, const int8x16_t x[4]) {
     for (int i = 0; i < 4; i++) store_16(to + i * (int)sizeof *x, x[i]);
 }
 
-/* Adds the products of COLUMNS columns and digits of the queries' weights to sums. */
+/* Adds the products of COLUMNS columns of n rows with the high, or low, digits of the queries' weights to sums. */
 INLINE void add_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const char *columns, const char *digits, int n) {
     for (int j = 0; j < n; j += SUM_ROWS, columns += SUM_ROWS * KVC_QUANT_ELEMENTS, digits += SUM_ROWS) {
         int8x16_t x[COLUMNS / LANES];
@@ -88,6 +90,7 @@ INLINE void add_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const cha
     }
 }
 
+/* Sums COLUMNS columns of n rows, weighted: by the high digits of weights, times 256, then by the low ones. */
 INLINE void sum_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const char *columns, const char *digits, int n) {
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
@@ -108,6 +111,7 @@ INLINE ivec load_steps(const void *p) { return i_load(p); }
 
 #define DOT_WITH(instruction, lane) __asm__(instruction " %0.4s, %1.16b, %2.4b[" lane "]" : "+w"(sum) : "w"(x), "w"(y))
 
+/* Adds the products of bytes of x with four bytes of y, number `step`, which is a part of the instruction. */
 INLINE ivec dot_keys(ivec sum, ivec x, ivec y, int step) {
     if (step == 0) DOT_WITH("sdot", "0");
     if (step == 1) DOT_WITH("sdot", "1");
@@ -124,6 +128,7 @@ INLINE ivec dot_values(ivec sum, ivec x, ivec y, int step) {
     return sum;
 }
 
+/* Returns the sum of n weights, bytes without signs: their dot products with ones. */
 INLINE int32_t sum_weights(const char *p, int n) {
     const ivec ones = i_set_32(0x01010101);
     ivec sum = i_zero();

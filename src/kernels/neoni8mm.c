@@ -38,6 +38,7 @@ INLINE int32x4_t multiply(int32x4_t sum, int8x16_t x, int8x16_t y) {
     return sum;
 }
 
+/* Returns the first halves of x and y, or the second ones. */
 INLINE int8x16_t zip_halves(int8x16_t x, int8x16_t y, int is_second) {
     const int64x2_t a = vreinterpretq_s64_s8(x), b = vreinterpretq_s64_s8(y);
     return vreinterpretq_s8_s64(is_second ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
@@ -62,7 +63,7 @@ INLINE void add_products(byte_sums *sums, const int8x16_t x[DOT_ROWS * BLOCK_VEC
     }
 }
 
-/* Joins the high and low sums of two pairs. */
+/* Returns 256 times high sums plus low sums, which are lanes side by side, of two pairs. */
 INLINE int32x4_t join(const int32x4_t pairs[2]) {
     const int32x4_t places = {8, 0, 8, 0};
     return vpaddq_s32(vshlq_s32(pairs[0], places), vshlq_s32(pairs[1], places));
@@ -93,6 +94,7 @@ INLINE void store_columns(char *to, const int8x16_t x[8]) {
     }
 }
 
+/* Sums COLUMNS columns of n rows, weighted, for each query: high and low sums of two columns at a time, then joined. */
 INLINE void sum_columns(int num_q, int32x4_t (*sums)[COLUMNS / LANES], const char *columns, const char *digits, int n) {
     int32x4_t pairs[QUERIES][COLUMN_PAIRS];
     UNROLL

@@ -44,13 +44,13 @@ INLINE void prefetch_step(prefetcher *p, int lines) {
     for (int i = 0; i < lines; i++) prefetch_line(p);
 }
 
-/* Prefetches a line where a step begins to load one, `offset` bytes into what it loads: a constant. */
+/* Prefetches a line if a step begins to load one here, `offset` bytes into what it loads: a constant. */
 INLINE void prefetch_at(prefetcher *p, int offset) {
     if (offset % LINE == 0) prefetch_line(p);
 }
 
-/* Takes what a pass over `some` of the `left` query rows that are left prefetches of `all`: with all of it in the first
- * pass, prefetches would come faster than memory delivers. */
+/* Takes off `all` the share of a pass over `some` of the `left` query rows that are left.  If the first pass prefetched
+ * all of it, prefetches would come faster than memory delivers. */
 INLINE kvc_ahead take_part(kvc_ahead *all, int some, int left) {
     kvc_ahead part = *all;
     if (all->bytes == 0) return part; /* of NULL, to which C lets nothing be added */

@@ -1,5 +1,8 @@
 /* rank.h: scores by which rows are chosen; part of template.h.
  *
+ * A choice is some query heads, whose weighted products with a row add up to the row's score.  A step is KVC_STEP_BYTES
+ * of a row.  A group is KVC_LANES lanes.
+ *
  * Lanes are query heads, and a step of a row is broadcast to all of them.  So nothing is added up across lanes before
  * the heads' products are weighed: once for a row, not once for each head.  For KVC_LANES rows at a time these sums are
  * transposed, which makes lanes rows again.
@@ -44,7 +47,7 @@ INLINE void rank_floats(int type, int num_rows, int num, vec *x, const char *con
 }
 
 #if HAS_QUADS
-/* The same of int8. */
+/* Does what rank_floats does for int8: a step is a quad, four elements. */
 INLINE void rank_bytes(int num_rows, int num, vec *x, const char *const *rows, const kvc_rank_query *q, int lane) {
     const char *packed = (const char *)q->packed + (ptrdiff_t)lane * KVC_STEP_BYTES;
     const ptrdiff_t stride = (ptrdiff_t)q->num_lanes * KVC_STEP_BYTES;
@@ -92,7 +95,7 @@ INLINE void rank_groups(int type, int num_rows, int groups, float (*sums)[KVC_LA
     }
 }
 
-/* Adds up the lanes of LANES rows, `width` of them for each choice, to a vector of rows each. */
+/* Adds up the lanes of LANES rows, `width` lanes of each choice, to a vector of scores of each choice. */
 INLINE void fold_heads(float *scores, float (*sums)[KVC_LANES], int width) {
     const int parts = width > LANES ? width / LANES : 1, inner = smaller(width, LANES);
     for (int v = 0; v < GROUP_VECTORS; v += parts) {

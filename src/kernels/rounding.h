@@ -1,4 +1,4 @@
-/* rounding.h: rounding rows of f32 to int8; part of template.h. */
+/* rounding.h: rounds rows of f32 to int8, in units of a 127th of their largest magnitude; part of template.h. */
 
 enum { ROUNDED_ROWS = 4 }; /* that are rounded side by side: what one row does waits for what it did before */
 

@@ -1,4 +1,10 @@
-/* scalar.c: the kernels in plain C, written to be read: what every other set is tested against. */
+/* scalar.c: the kernels in plain C, written to be read: what every other set is tested against.
+ *
+ * A block of a quantised type is KVC_QUANT_ELEMENTS elements: a scale (d), an f16, perhaps a minimum or the fifth bits
+ * of codes, then the codes.  An element is d * (code - zero), plus the minimum, or d * the level of it.  KVC_INT8,
+ * KVC_INT6 and KVC_INT4 have one scale a row, apart, which kernels leave out.  A volatile variable rounds a product
+ * before anything is added to it, so that no compiler fuses the two.
+ */
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
@@ -82,7 +88,7 @@ static int code_at(int type, const uint8_t *block, int i) {
     return code + (int)(fifth_bits >> i & 1) * 16;
 }
 
-/* Returns element i of such a block. */
+/* Returns element i of a block of codes of four, five or six bits. */
 static float load_code(int type, const uint8_t *block, int i) {
     const int code = code_at(type, block, i);
     const float x =
@@ -106,8 +112,7 @@ static float reciprocal(float d) {
     return isinf(x) ? 0 : x;
 }
 
-/* Returns x * id, or 0 if that is NaN.  Storing the product rounds it before anything is added: no compiler fuses the
- * two. */
+/* Returns x * id, or 0 if that is NaN.  id: 1 over a scale. */
 static float scaled(float x, float id) {
     volatile float product = x * id;
     float y = product;
@@ -149,7 +154,7 @@ static void round_rows(int8_t *codes, float *units, const float *rows, int64_t r
     }
 }
 
-/* Stores codes of four bits, or five. */
+/* Stores a block's codes of four bits, two in a byte, and fifth bits, if there are any, before them. */
 static void store_codes(int type, uint8_t *block, const int codes[KVC_QUANT_ELEMENTS]) {
     uint8_t *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
     uint32_t fifth_bits = 0;
@@ -334,7 +339,7 @@ static int fitted_code(const int8_t *levels, int half, float x) {
     return x >= 0 ? half + magnitude : half - 1 - magnitude;
 }
 
-/* Encodes elements by the levels nearest to them times `inverse`; adds up what the best scale follows from. */
+/* Encodes elements times `inverse` by the nearest levels.  Adds x * level and level * level to sums, for the scale. */
 static void encode_fitted(int type, uint8_t *dst, const void *src, int n, float inverse, kvc_level_sums *sums) {
     const int8_t *const levels = kvc_levels(type);
     const int half = KVC_TYPES[type].num_levels / 2;
@@ -450,7 +455,7 @@ static void matmul_rows(float *c, int ldc, const float *a, int lda, const float 
     }
 }
 
-/* Changes the signs that kvc_mixing says. */
+/* Changes the signs of elements whose number, modulo `order`, has an odd number of digits 3 in base 4. */
 static void change_signs(float *x, int n, int order) {
     for (int i = 0; i < n; i++) {
         int is_odd = 0;
@@ -459,6 +464,7 @@ static void change_signs(float *x, int n, int order) {
     }
 }
 
+/* Is a kvc_hadamard_fn.  For each bit, two elements whose numbers differ in it become their sum and difference. */
 static void hadamard(float *dst, const void *src, int n, kvc_mixing mixing) {
     const int order = mixing.order;
     const float scale = 1 / sqrtf((float)order);

@@ -1,4 +1,8 @@
-/* scalar_bytes.h: prompts in bytes; part of scalar.c.  Panels are rows of int8, one after the other. */
+/* scalar_bytes.h: prompts in bytes; part of scalar.c.  Panels are rows of int8, one after the other.
+ *
+ * Each query row, key and value has int8 codes and a unit, what a code of 1 stands for.  Scores of values are raised by
+ * the logarithm of their unit before the softmax, whose weights are rounded to bytes (kvc_weigh_bytes_fn).
+ */
 
 static void pack_bytes(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim) {
     for (int j = 0; j < n; j++)
@@ -35,6 +39,7 @@ static float exp_negative(float x) {
 /* Returns x less the maximum; 0 where both are infinite. */
 static float below(float x, float max) { return x == -INFINITY && max == -INFINITY ? 0 : x - max; }
 
+/* Is a kvc_weigh_bytes_fn.  Adds up in KVC_LANES sums, as sets with vectors do. */
 static void weigh_bytes(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                         float *factor, float *unit) {
     for (int r = 0; r < num_q; r++) {

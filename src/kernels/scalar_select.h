@@ -1,4 +1,8 @@
-/* scalar_select.h: the kernels that say which rows are to be read; part of scalar.c. */
+/* scalar_select.h: the kernels that say which rows are to be read; part of scalar.c.
+ *
+ * A rank is a row's score for a choice, some query heads, each of which is a lane.  A sketch is a code of 0 to 3 for
+ * each element of a key, four in a byte, which stands for code - 1.5, and a scale.  Four rows are a piece.
+ */
 
 /* ---- ranks ------------------------------------------------------------------------------------------------------- */
 
@@ -43,6 +47,7 @@ static void rank(int type, float *scores, const kvc_rank_query *q, const void *r
 
 /* ---- sketches ---------------------------------------------------------------------------------------------------- */
 
+/* Makes the sketch of a key.  A code is 3 less the number of thresholds -most, 0 and most not below the element. */
 static void make_sketch(char *to, const float *key, int dim) {
     float squares[KVC_LANES] = {0}, products[KVC_LANES] = {0};
     for (int d = 0; d < dim; d++) {
@@ -76,6 +81,7 @@ static void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
     }
 }
 
+/* Is a kvc_weigh_pieces_fn: raises an exponent if a score is far above it, and rescales what is relative to it. */
 static void weigh_pieces(float *pieces, int64_t stride, int first, const float *scores, int num_q, float *exponents,
                          float *sums) {
     const float log2_e = 1.44269504f;

@@ -4,10 +4,10 @@
  * What rows are multiplied by, query rows or weights, is rounded to 16 bits: two digits, signed bytes, of which the
  * high one counts 256.  vpdpbusd adds four products of bytes to a lane, if the rows' are not negative: so SHIFT is
  * added to those, and SHIFT times the sum of the digits taken off.  Sums are exact.  Scores are off by 3e-5 of the size
- * of normal data, sums by 1e-4.
+ * of normal data, sums by 1e-4.  A quad is four elements or rows that are multiplied at once, FOUR.
  *
- * Rows are moved into panels first, as int8 plus SHIFT, whatever their type, so that what multiplies stands here once;
- * but for values of a few query rows.
+ * Rows are moved into panels first, as int8 plus SHIFT, whatever their type, so that one loop multiplies all types.
+ * Values for a few query rows are multiplied without a panel.
  *
  *     keys      of PANEL_ROWS rows, of each four elements, two vectors whose lanes are 16 rows each
  *     values    of KVC_QUANT_ELEMENTS columns, of each four rows, two vectors whose lanes are 16 columns each
@@ -43,20 +43,20 @@ typedef struct digits_end {
 
 /* ---- digits ------------------------------------------------------------------------------------------------------ */
 
-/* Splits 2 * LANES integers into digits.  Packing goes quarter by quarter: to four high digits of x, four of y, and the
- * low ones of x and y. */
+/* Rounds 2 * LANES floats, and splits them into digits.  Each quarter of a vector is packed by itself, to four high
+ * digits of x, four of y, and the low ones of x and y. */
 INLINE void store_digits(char *to, vec x, vec y) {
     const ivec both = _mm512_packs_epi32(_mm512_cvtps_epi32(x), _mm512_cvtps_epi32(y));
     const ivec high = i_high_bytes(_mm512_add_epi16(both, i_set_16(SHIFT)));
     v_store(to, v_evens_first(_mm512_castsi512_ps(_mm512_packs_epi16(high, i_low_bytes(both)))));
 }
 
-/* Adds SHIFT times digits to a sum, whose even lanes are of the high ones. */
+/* Adds SHIFT times digits to a sum: of high digits in even lanes, of low ones in odd lanes. */
 INLINE ivec add_shifted(ivec sum, const char *digits) {
     return i_dot_bytes(sum, i_set_32((int32_t)0x80808080), i_load(digits));
 }
 
-/* Sets start to what cancels such a sum. */
+/* Sets end->start to what cancels a sum of add_shifted: minus the sum of its even lanes, and of its odd ones. */
 INLINE void cancel_shifted(digits_end *end, ivec sum) {
     sum = i_add(sum, _mm512_shuffle_i64x2(sum, sum, _MM_SHUFFLE(1, 0, 3, 2)));
     sum = i_add(sum, _mm512_shuffle_i64x2(sum, sum, _MM_SHUFFLE(2, 3, 0, 1)));
@@ -69,8 +69,8 @@ INLINE vec sum_of_digits(ivec high, ivec low) { return v_fma(v_from_int(high), v
 
 /* ---- panels ------------------------------------------------------------------------------------------------------ */
 
-/* Turns codes of 16 bytes in each of four rows, or in 16, to unsigned bytes: to[0], and of types with two elements in a
- * byte to[1].  high: bits 4 and 5 of the codes in the low bits of bytes, for to[0] and to[1]. */
+/* Turns the 64 bytes of x, of several rows, into their elements plus SHIFT: to[0], or, of types with two elements in a
+ * byte, to[0] of low halves and to[1] of high ones.  high: the upper two bits of codes of int6, for to[0] and to[1]. */
 INLINE void shift_codes(int type, ivec *to, ivec x, const ivec high[2]) {
     const ivec shift = i_set_32((int32_t)0x80808080), mask = i_set_16(0x0f0f);
     if (type == KVC_INT8) {
@@ -186,7 +186,7 @@ INLINE void pack_values_of(int type, char *to, const char *block, ptrdiff_t stri
     *next = p;
 }
 
-/* Moves keys, or values, of a type that is no constant. */
+/* Move keys, or values, into a panel, of a type that is no constant. */
 APART void pack_keys_of_type(int type, char *to, const char *rows, ptrdiff_t stride, int n, int num, prefetcher *next) {
     switch (unpacked_as(type)) {
     case KVC_INT8: pack_keys_of(KVC_INT8, to, rows, stride, n, num, next); break;
@@ -207,8 +207,8 @@ APART void pack_values_of_type(int type, char *to, const char *block, ptrdiff_t 
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
-/* Multiplies four elements of each lane of x, or as many rows, by digits `at` bytes into num_q rows of them, which are
- * `stride` bytes apart (`third` as row_from says), and adds these to sums[row][digit][vector]. */
+/* Multiplies the quads in lanes of x by the digits `at` bytes into each of num_q rows of digits, and adds products to
+ * sums[row][digit][vector].  Rows of digits are `stride` bytes apart; third: rows 0 and 3 of them (row_from). */
 INLINE void multiply_four(int num_q, ivec (*sums)[2][2], const char *const third[2], ptrdiff_t stride, ptrdiff_t at,
                           const ivec x[2]) {
     UNROLL
@@ -220,7 +220,7 @@ INLINE void multiply_four(int num_q, ivec (*sums)[2][2], const char *const third
     }
 }
 
-/* Multiplies all of a panel. */
+/* Multiplies all quads of a panel by num_q rows of digits, and adds products to the sums. */
 INLINE void multiply_panel(int num_q, ivec (*sums)[2][2], const char *digits, ptrdiff_t stride, const char *panel,
                            int steps, prefetcher *next) {
     const char *third[2] = {digits, digits + 3 * stride};
@@ -234,7 +234,7 @@ INLINE void multiply_panel(int num_q, ivec (*sums)[2][2], const char *digits, pt
     *next = p;
 }
 
-/* Sets sums to what cancels SHIFT. */
+/* Sets sums to what cancels SHIFT: the starts in the digits_end of each row, `stride` bytes apart. */
 INLINE void begin_sums(int num_q, ivec (*sums)[2][2], const char *ends, ptrdiff_t stride) {
     UNROLL
     for (int r = 0; r < num_q; r++) UNROLL
@@ -257,14 +257,12 @@ INLINE int scaled_passes(int num_q) {
 
 /* ---- score ------------------------------------------------------------------------------------------------------- */
 
-/* Returns the bytes of the digits of `dim` elements of a row: those of every PANEL_ELEMENTS, whose sums 32 bits hold,
- * with their own digits_end behind them. */
+/* Returns the bytes of dim elements' digits, with a digits_end behind every PANEL_ELEMENTS, whose sums fit 32 bits. */
 INLINE ptrdiff_t digits_bytes(int dim) {
     return dim / FOUR * DIGIT_BYTES + dim / PANEL_ELEMENTS * (ptrdiff_t)sizeof(digits_end);
 }
 
-/* Is a kvc_prepare_fn: a row's digits stand where its floats were.  Finds the units of some rows first, as
- * prepare_quantised does. */
+/* Is a kvc_prepare_fn: a row's digits stand where its floats were.  Finds the units of some rows first. */
 INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int some; num_q; num_q -= some, q += (ptrdiff_t)some * q_stride) {
         float units[MANY_QUERIES];
@@ -403,8 +401,7 @@ INLINE void finish_values(int num_q, ivec (*sums)[2][2], float *acc, int acc_str
     }
 }
 
-/* Adds a block of columns of n values, weighted, to num_q rows of acc: without a panel, which few rows do not pay for.
- */
+/* Adds a block of columns of n values, weighted, to num_q rows of acc, without a panel: it pays for more rows only. */
 INLINE void accumulate_scaled_block(int num_q, int type, accumulate_args *a, int d, const scaled_weights *w) {
     ivec sums[QUERIES][2][2];
     char copies[FOUR][COPY_STRIDE];

@@ -1,10 +1,13 @@
 /* score.h: products of queries with rows; part of template.h.
  *
- * Scores are computed in blocks of num_q queries by num_vecs vectors of rows, whose sums stay in registers.  Of the two
- * factors, the fewer stay there as well while the others are loaded one by one.
+ * Scores are computed in blocks of num_q queries by num_vecs vectors of rows.  A vector is LANES floats of ROWS rows:
+ * of one row or, if IS_WIDE, LANES / 2 floats of each of two rows.  So LANES elements of these rows are ROWS vectors.
+ * The products of all of them go to one vector of sums, as their lanes belong to the same rows: sums[r * stride + v],
+ * for query r and vector v.  Sums stay in registers, and their lanes are added up in the end.  Of the two factors, the
+ * fewer stay in registers, too, while the others are loaded one by one.
  */
 
-/* Loads elements [d, d + LANES) of the rows of vector v of a block. */
+/* Loads elements [d, d + LANES) of the rows of vector v of a block, into ROWS vectors. */
 INLINE void load_rows(int type, vec x[ROWS], int v, const char *rows, int64_t row_stride, int d) {
 #if IS_WIDE
     const char *p = row_at(rows, row_stride, 2 * v), *q = row_at(rows, row_stride, 2 * v + 1);
@@ -28,7 +31,7 @@ INLINE void load_query(vec y[ROWS], const score_args *a, int r, int d) {
 }
 
 #if IS_WIDE
-/* Prepares queries for rows of bf16: load_rows takes even elements first. */
+/* Scales queries for rows of bf16, whose even elements load_rows puts before the odd ones: so are the queries'. */
 INLINE void scale_evens_first(float *q, int q_stride, int num_q, int dim, float by) {
     for (int r = 0; r < num_q; r++) {
         float *row = q + (ptrdiff_t)r * q_stride;
@@ -40,7 +43,7 @@ INLINE void scale_evens_first(float *q, int q_stride, int num_q, int dim, float 
 }
 #endif
 
-/* Adds the products of elements [d, d + LANES), holding the rows' in registers. */
+/* Adds the products of elements [d, d + LANES), holding those of all rows in registers, and of one query at a time. */
 INLINE void score_step_of_rows(int type, int num_q, int num_vecs, vec *sums, const score_args *a, const char *rows,
                                int64_t row_stride, int d, prefetcher *next) {
     const int stride = sums_stride(num_vecs), lines = lines_of(type, num_vecs * ROWS);
@@ -58,7 +61,7 @@ INLINE void score_step_of_rows(int type, int num_q, int num_vecs, vec *sums, con
     }
 }
 
-/* Adds the products of elements [d, d + LANES), holding the queries' in registers. */
+/* Adds the products of elements [d, d + LANES), holding the queries' in registers, one vector of rows at a time. */
 INLINE void score_step_of_queries(int type, int num_q, int num_vecs, vec *sums, const score_args *a, const char *rows,
                                   int64_t row_stride, int d, prefetcher *next) {
     const int stride = sums_stride(num_vecs);
@@ -100,7 +103,7 @@ INLINE void copy_totals(int num_q, int count, float *scores, const float *totals
         memcpy(scores + r * KVC_SCORES, totals + r * stride, (size_t)count * sizeof *totals);
 }
 
-/* Copies one total of each query: the block's rows are one, repeated. */
+/* Copies one total of each query, in a block that is one row, repeated. */
 RARE void copy_first_totals(int num_q, float *scores, const float *totals, int stride) {
     for (int r = 0; r < num_q; r++) scores[r * KVC_SCORES] = totals[r * stride];
 }
@@ -112,9 +115,8 @@ INLINE vec scale_of(const score_args *a) {
     return v_set(scale);
 }
 
-/* Stores the scores of a block of rows that begins with row `first`: of each query a whole stride, which one
- * instruction copies, where the rows do not end before that; of a repeated row, one.  Halves of vectors go to the tile
- * from registers. */
+/* Stores the scores of a block of rows that begins with row `first`.  Copies a whole stride of each query, by one
+ * instruction, unless rows end before that; of a repeated row, one score.  Halves of vectors are stored directly. */
 INLINE void store_scores(int q_type, int num_q, int num_vecs, const score_args *a, int first, const vec *sums) {
     const int vecs_stride = sums_stride(num_vecs), stride = vecs_stride * ROWS, num_rows = num_vecs * ROWS;
     const int repeats = a->n < num_rows, are_halves = IS_WIDE && 2 * stride == LANES;
@@ -140,8 +142,8 @@ INLINE void store_scores(int q_type, int num_q, int num_vecs, const score_args *
         copy_totals(num_q, num_rows, scores, totals, stride);
 }
 
-/* Scores num_vecs vectors of rows from row `first` on, row_stride bytes apart.  q_type: the type if queries are
- * of it, else KVC_F32. */
+/* Scores num_vecs vectors of rows from row `first` on, row_stride bytes apart; 0 repeats the row.  q_type: KVC_F32, or
+ * the rows' type if queries have it, too. */
 INLINE void score_block(int type, int q_type, int num_q, int num_vecs, const score_args *a, int first,
                         int64_t row_stride, prefetcher *next) {
     const char *rows = row_at(a->rows, a->row_stride, first);
@@ -167,7 +169,7 @@ RARE void score_tail(int type, int num_q, float *scores, const float *q, int q_s
 }
 
 /* Scores all rows for num_q <= FLOAT_QUERIES queries.  The last block begins early enough to be full, and computes some
- * scores again; if there are fewer rows than in a block, each gets a block that repeats it. */
+ * scores again.  If there are fewer rows than in a block, each row gets a block that repeats it. */
 INLINE void score_queries(int num_q, int type, int q_type, score_args a, kvc_ahead next) {
     const int num_vecs = block_vecs(num_q), num_rows = num_vecs * ROWS, repeats = a.n < num_rows;
     const int by = repeats ? 1 : num_rows, num_blocks = (a.n + by - 1) / by;

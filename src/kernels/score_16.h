@@ -1,5 +1,5 @@
 /* score_16.h: scores of queries and rows of the same type of 16 bits, f16 or bf16, where the processor multiplies such
- * (HAS_DOT_16); part of template.h.
+ * (HAS_DOT_16); part of template.h.  A vector has 2 * LANES elements of one row or, if IS_WIDE, of two, a half each.
  *
  * Nothing is decoded to f32, which halves the instructions.  Products are exact, except that denormals of bf16 count
  * as 0.  Their sum is scaled in the end, as a scaled query would have to be rounded again: so products of bf16 overflow
@@ -23,7 +23,7 @@ INLINE bvec load_rows_16(const char *p, int64_t row_stride, int v, int count) {
 #endif
 }
 
-/* Loads those of a query, to be multiplied by what load_rows_16 loads. */
+/* Loads `count` elements of a query, to be multiplied by what load_rows_16 loads: if IS_WIDE, into both halves. */
 INLINE bvec load_query_16(const char *p, int count) {
 #if IS_WIDE
     return b_load_twice(p, count);

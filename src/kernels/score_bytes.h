@@ -1,7 +1,9 @@
 /* score_bytes.h: scores of quantised rows by products of bytes, for AArch64; part of neondotprod.c and neoni8mm.c.
  *
  * As in score_quantised.h, queries are rounded to about 16 bits, and sums within a block are exact.  But each element
- * of a query is 256 * high + low, of two signed bytes, so that rows are neither widened nor moved into columns.
+ * of a query is 256 * high + low, of two signed bytes, its digits, so that rows are neither widened nor moved into
+ * columns.  DOT_ROWS rows are scored at once, each block as BLOCK_VECTORS vectors of 16 bytes.  Rows of int8 have no
+ * scales here (plain), others one for each block (scaled).
  *
  * A prepared query row lies where its dim floats were: for each DIGITS elements int8 high[DIGITS] and low[DIGITS], in
  * units of the row's largest magnitude / KVC_LARGEST_DIGITS; behind them a factor, an f32, that turns a sum over blocks
@@ -30,7 +32,7 @@ enum {
     KEYS_BYTES = DOT_ROWS * (int)(sizeof(float) + KVC_QUANT_ELEMENTS) /* of a block of DOT_ROWS keys in a PANEL */
 };
 
-/* Splits eight int16, of which neither digit's place may be a later one's. */
+/* Splits eight int16 into their high and low digits, which may take the place of these int16. */
 INLINE void split_digits(char *to_high, char *to_low, const void *from) {
     const int16x8_t x = vreinterpretq_s16_s8(load_16(from));
     const int8x8_t high = vshrn_n_s16(vaddq_s16(x, vdupq_n_s16(128)), 8), low = vmovn_s16(x);
@@ -38,7 +40,7 @@ INLINE void split_digits(char *to_high, char *to_low, const void *from) {
     memcpy(to_low, &low, sizeof low);
 }
 
-/* Rounds a row, in place. */
+/* Rounds a query row, in place, to digits and the factor behind them. */
 INLINE void split_row(float *row, int dim, float unit, float scale) {
     const vec inverse = v_set(reciprocal(unit));
     const float factor = unit * scale;
@@ -88,7 +90,7 @@ INLINE dot_rows dot_rows_at(const score_args *a, int first) {
     return rows;
 }
 
-/* Loads a block of all of them, `at` bytes behind their beginnings. */
+/* Loads a block of DOT_ROWS rows, `at` bytes behind their beginnings, as add_products takes it. */
 INLINE void load_bytes_of(int type, int8x16_t x[DOT_ROWS * BLOCK_VECTORS], const dot_rows *rows, int at) {
     if (type == PANEL) {
         UNROLL
@@ -100,7 +102,7 @@ INLINE void load_bytes_of(int type, int8x16_t x[DOT_ROWS * BLOCK_VECTORS], const
     arrange(x);
 }
 
-/* Returns how many bytes a block of theirs is behind the one before it. */
+/* Returns how many bytes a block of rows is behind the one before it. */
 INLINE int next_block(int type) { return type == PANEL ? KEYS_BYTES : block_bytes(type); }
 
 INLINE vec scales_of(int type, const dot_rows *rows, int at) {

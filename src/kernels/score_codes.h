@@ -4,8 +4,9 @@
  * memory, by one copy of the code for all types, and unpacked from there a quarter of a block at a time, by a loop of
  * which there is a copy for each kind of code and number of queries: with all of it unrolled, a type would take 20 KB.
  *
- * A prepared query row lies where its dim floats were: a code_query for each block, and behind them the factor, an f32,
- * that turns a sum over blocks into a score.
+ * A key's block has a scale, perhaps a minimum and the fifth bits of codes (its head), then codes of four bits, two in
+ * a byte.  A prepared query row lies where its dim floats were: a code_query for each block, and behind them the
+ * factor, an f32, that turns a sum over blocks into a score.
  */
 
 enum {
@@ -50,7 +51,8 @@ INLINE const uint16_t *order_of_codes(void) {
     return ORDER;
 }
 
-/* Rounds a row, and adds up blocks: some at a time, as each sum over lanes is a chain of slow instructions. */
+/* Rounds a query row in place, and adds up the elements of each block, as they are and rounded.  Does so for AT_ONCE
+ * blocks at a time, as each sum over lanes is a chain of slow instructions. */
 INLINE void prepare_code_row(int offset, float *row, int dim, float unit, float scale) {
     enum { AT_ONCE = LANES / 4 };
     const vec inverse = v_set(reciprocal(unit));
@@ -96,8 +98,8 @@ APART void prepare_codes(int type, float *q, int q_stride, int num_q, int dim, f
 
 /* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
-/* Loads what LANES rows have before the codes of a block: scales, minima of codes less middle_of(type), fifth bits.
- * Moves more into columns than these, but on both vector ports, where interleaving scales takes one. */
+/* Loads the heads of a block of LANES rows: scales, minima of codes less middle_of(type), fifth bits.  Moves 16 bytes
+ * of each row into columns, more than these, but on both vector ports, where interleaving scales takes one. */
 INLINE void load_heads(int type, vec *scales, vec *minima, ivec *fifth_bits, const char *block, ptrdiff_t stride) {
     ivec x[4];
     vec halves[2];
@@ -189,7 +191,7 @@ INLINE void score_code_keys(int has_fifth_bits, int num_q, vec (*sums)[CODE_GROU
     }
 }
 
-/* Does so for as many queries as queries_at_once returns. */
+/* Does what score_code_keys does for num_q queries, as many as queries_at_once returns. */
 INLINE void score_code_block(int type, int num_q, vec (*sums)[CODE_GROUPS], const code_keys *keys, const char *q,
                              ptrdiff_t q_bytes, prefetcher *next) {
     const int has_minimum = KVC_TYPES[type].has_minimum;

@@ -1,10 +1,11 @@
 /* score_quantised.h: scores of quantised rows, in integers; part of template.h.
  *
- * Elements of rows are small integers; each block of KVC_QUANT_ELEMENTS shares a scale, or the row has one, which is
- * no matter of kernels: see kvc_times_fn.  Queries are rounded to int16,
- * so that one instruction multiplies and adds pairs of them, twice as many as of floats, and nothing is decoded to f32.
- * Sums within a block are exact.  Compared with f32, scores of normal data change by some 3e-5 of their size, whatever
- * the length.
+ * Elements of rows are small integers.  Each block of KVC_QUANT_ELEMENTS has a scale; or the row has one (int8), which
+ * kernels leave out.  Queries are rounded to int16, so that one instruction multiplies and adds pairs of them.  Sums in
+ * a block are exact.  Compared with f32, scores of normal data change by some 3e-5 of their size, whatever the length.
+ *
+ * A lane is a row.  A group is LANES rows; one or two groups are scored side by side (groups_for), block by block, and
+ * a block in pieces of PIECE_BYTES bytes.
  *
  * A prepared query row lies where its dim floats were:
  *
@@ -39,8 +40,8 @@ INLINE int groups_for(int num_q) { return num_q > QUERIES ? 1 : GROUPS; }
 /* Returns how many of num_q queries are worked on at once: MOST_QUERIES, or up to QUERIES. */
 INLINE int queries_at_once(int num_q) { return num_q >= MOST_QUERIES ? MOST_QUERIES : smaller(num_q, QUERIES); }
 
-/* Returns what is added to elements to make them unsigned: of q8_0 to those with even numbers, which are masked; the
- * odd ones are shifted with their signs. */
+/* Returns what is added to elements to make them unsigned.  Of 8 bits, only to those with even numbers: they are taken
+ * from an int16 by a mask, the odd ones by a shift that keeps their signs. */
 INLINE int offset_of(int type) { return kvc_is_8_bits(type) ? 128 : 8; }
 
 /* ---- blocks and their scales ------------------------------------------------------------------------------------- */
@@ -72,7 +73,7 @@ INLINE void copy_scales(uint16_t scales[GROUP_ROWS], const char *block, ptrdiff_
     }
 }
 
-/* Copies `bytes` bytes of n rows, and appends rows of zeros: where fewer rows are left than are read at once. */
+/* Copies `bytes` bytes of n rows, and appends rows of zeros up to num_rows, as many as are read at once. */
 RARE const char *pad_rows(char to[][COPY_STRIDE], int num_rows, const char *rows, ptrdiff_t stride, int n, int bytes) {
     memset(to, 0, (size_t)num_rows * sizeof *to);
     for (int j = 0; j < n; j++) memcpy(to[j], rows + j * stride, (size_t)bytes);
@@ -103,9 +104,8 @@ INLINE int element_at(int type, int four, int pair, int is_second) {
     return kvc_is_8_bits(type) ? e + pair : e + pair / 2 + pair % 2 * (KVC_QUANT_ELEMENTS / 2);
 }
 
-/* Puts a block's elements in the order in which score takes those of rows; returns the sum of those that it multiplies
- * by elements with an offset.  Copies the block by vectors: stored in smaller pieces than it is loaded next, it would
- * be waited for. */
+/* Puts a block's elements in the order in which score takes those of rows.  Returns the sum of the elements that meet
+ * elements with an offset.  Copies by vectors, as loads of what was just stored in smaller pieces would wait. */
 INLINE int32_t order_block(int type, char *block) {
     const int pairs = pairs_in_four_bytes(type);
     int16_t x[KVC_QUANT_ELEMENTS];
@@ -134,7 +134,7 @@ INLINE float unit_of(const float *row, int dim) {
     return v_max_lane(largest) / INT16_MAX + zero_or_nan_of(zero_or_nan);
 }
 
-/* Rounds a row to int16, in place, puts its blocks in order and adds what follows them. */
+/* Rounds a row to int16, in place, puts its blocks in order, and appends the starts and the scale. */
 INLINE void prepare_row(int type, float *row, int dim, float unit, float scale) {
     const float inverse = reciprocal(unit), product = unit * scale;
     char *q = (char *)row;
@@ -166,7 +166,7 @@ INLINE ivec pair_of(int type, ivec x, int pair) {
     return pair == 3 ? i_shift(x, 12) : i_and(pair ? i_shift(x, 4 * pair) : x, i_set_16(15));
 }
 
-/* Counts the lines to prefetch in half a piece: about as many as are read. */
+/* Counts the lines to prefetch in half a piece of all groups: about as many as are read. */
 INLINE int lines_per_step(int num_q) { return groups_for(num_q) * LANES * PIECE_BYTES / 2 / LINE; }
 
 /* Adds the products of PIECE_BYTES bytes of all groups' rows, of which `piece` is the first row's, with the queries'
@@ -195,8 +195,7 @@ INLINE void score_piece(int type, int num_q, ivec counts[][MANY_QUERIES], const 
     }
 }
 
-/* Adds the products of all groups' rows in a block, times the rows' scales, to sums[group][query].  block: the first
- * row's; b: which of the queries'. */
+/* Adds the products of all groups' rows in block b, times scales, to sums[group][query].  block: of the first row. */
 INLINE void score_quant_block(int type, int num_q, vec sums[][MANY_QUERIES], const char *const *q, const char *block,
                               ptrdiff_t stride, const uint16_t *scales, int dim, int b, prefetcher *next) {
     const int num_pieces = kvc_is_8_bits(type) ? 2 : 1, groups = groups_for(num_q);
@@ -225,9 +224,10 @@ INLINE void score_quant_block(int type, int num_q, vec sums[][MANY_QUERIES], con
     }
 }
 
-/* Scores `count` rows, as many as the groups have at most. */
-INLINE void score_group(int type, int num_q, float *scores, const char *const *q, const char *rows,
-                        ptrdiff_t row_stride, int count, int dim, prefetcher *next) {
+/* Scores the next rows, as many as groups_for(num_q) groups have, or the `count` rows that are left.  These are copied,
+ * BLOCKS_AT_ONCE blocks at a time, and padded with rows of zeros.  block: the first row's, or its copy's. */
+INLINE void score_groups(int type, int num_q, float *scores, const char *const *q, const char *rows,
+                         ptrdiff_t row_stride, int count, int dim, prefetcher *next) {
     const int num_blocks = dim / KVC_QUANT_ELEMENTS, groups = groups_for(num_q), num_rows = groups * LANES;
     uint16_t scales[GROUP_ROWS]; /* f16 */
     char copies[GROUP_ROWS][COPY_STRIDE];
@@ -261,8 +261,8 @@ INLINE void score_quantised_rows(int num_q, int type, const score_args *a, kvc_a
     const int num_pieces = a->dim / (kvc_is_8_bits(type) ? PIECE_BYTES : 2 * PIECE_BYTES);
     prefetcher p = prefetch_begin(next, a->rows, num_groups * num_pieces * 2 * lines_per_step(num_q));
     for (int j = 0; j < a->n; j += num_rows)
-        score_group(type, num_q, a->scores + j, q, row_at(a->rows, a->row_stride, j), a->row_stride, a->n - j, a->dim,
-                    &p);
+        score_groups(type, num_q, a->scores + j, q, row_at(a->rows, a->row_stride, j), a->row_stride, a->n - j, a->dim,
+                     &p);
     prefetch_rest(&p);
 }
 

@@ -1,10 +1,13 @@
 /* sketch.h: makes sketches (rows/sketch.h), by which rows are selected, and scores them; part of template.h.
  *
+ * A sketch has a code of 0 to 3 for each element of a key, two bits, which stands for code - 1.5, and a scale, an f16.
+ * Four rows are a piece.  weigh_pieces turns scores into weights: 2^(score * log2(e) - exponent of the query).
+ *
  * To score them, lanes are rows.  Codes of two bits are taken from their bytes by shifts and a mask, and multiplied as
  * bytes without signs.  A few query rows take them from registers.  For many query rows they are stored.
  */
 
-/* Writes the codes of KVC_QUANT_ELEMENTS elements, of which x are 3 less. */
+/* Writes the codes of KVC_QUANT_ELEMENTS elements: four in a byte, elements i, i + 8, i + 16 and i + 24 in byte i. */
 INLINE void store_sketch_codes(char *to, const vec x[QUANT_VECTORS]) {
     const code_bytes codes = c_from_floats(x);
     uint64_t quarters[4];
@@ -13,6 +16,7 @@ INLINE void store_sketch_codes(char *to, const vec x[QUANT_VECTORS]) {
     memcpy(to, quarters, sizeof *quarters);
 }
 
+/* Makes the sketch of a key.  An element's code is 3 less the number of thresholds -most, 0 and most not below it. */
 INLINE void make_sketch(char *to, const float *key, int dim) {
     enum { SUMS = KVC_LANES / LANES };
     vec squares[SUMS], products[SUMS];
@@ -52,8 +56,8 @@ INLINE void make_sketches(void *to, int64_t stride, const float *keys, int n, in
 #if HAS_QUADS
 enum { SKETCH_VECTORS = IS_WIDE ? 4 : 1 }; /* of rows, that are multiplied at once */
 
-/* Adds the products of num_q queries with the codes in bytes [begin, end) of the sketches at `from`, of lanes and
- * vectors. */
+/* Adds the products of num_q queries with the codes in bytes [begin, end) of sketches to sums[vector * num_q + query].
+ * Sketches of vectors begin one row apart at `from`, those of lanes four rows apart. */
 INLINE void add_codes(int num_q, ivec *sums, const kvc_sketch_query *q, const char *from, ptrdiff_t stride, int begin,
                       int end) {
     const ivec mask = i_set_16(0x0303);
@@ -93,7 +97,7 @@ INLINE vec scores_of(ivec sums, vec scales, const kvc_sketch_query *q, int r) {
     return v_mul(v_mul(exact, scales), v_set(q->scales[r]));
 }
 
-/* Scores the rows of a tile for num_q queries.  A part has rows 4 (at + i) + k, for lanes i, vectors k. */
+/* Scores the rows of a tile for num_q queries, in parts.  A part has rows 4 (at + i) + k, for lanes i, vectors k. */
 INLINE void score_all_sketches(int num_q, float *scores, const kvc_sketch_query *q, const char *rows, ptrdiff_t stride,
                                int dim) {
     for (int part = 0; part < KVC_LANES / LANES * (4 / SKETCH_VECTORS); part++) {
@@ -154,7 +158,7 @@ INLINE void unpack_sketches(unpacked_sketches *to, const char *from, ptrdiff_t s
     }
 }
 
-/* Scores unpacked rows for QUERIES queries. */
+/* Scores unpacked rows for QUERIES queries.  Sums of CODE_BYTES bytes may have another form (i_dot_codes). */
 INLINE void score_unpacked(float *scores, const kvc_sketch_query *q, const unpacked_sketches *rows, int dim) {
     ivec sums[SKETCH_VECTORS * QUERIES];
     UNROLL

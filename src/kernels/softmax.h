@@ -1,5 +1,7 @@
 /* softmax.h: steps of the online softmax; part of template.h.
  *
+ * The state of a query row is max, its largest score so far, and sum, of exp(score - max).  A step raises max, turns a
+ * tile's scores into weights, exp(score - max), and sets factor, by which sum and what was accumulated are multiplied.
  * `padded` is the number of scores in a row up to a multiple of EXPS * LANES.  Scores past the last key are -INFINITY:
  * they are no maximum, and their weights are 0.
  */
@@ -83,8 +85,7 @@ INLINE vec weigh_row(float *row, int padded, float max, prefetcher *next) {
     return total;
 }
 
-/* Updates the state of `count` rows: of all at once, as the steps for one wait for each other.  totals: of each row's
- * weights, lane by lane. */
+/* Updates the state of `count` rows at once, as the steps for one wait for each other.  totals: of weights, by lane. */
 INLINE void update_rows(int count, const float *maxima, const vec *totals, float *max, float *sum, float *factor) {
     const vec now = v_load_some(maxima, count);
     vec change = v_number(v_fma(now, v_set(-1), v_load_some(max, count))); /* 0 where both are infinite */
@@ -101,8 +102,7 @@ INLINE void update_rows(int count, const float *maxima, const vec *totals, float
     v_store_some(sum, v_fma(v_load_some(sum, count), change, v_load_some(sums, count)), count);
 }
 
-/* Is a kvc_softmax_fn.  Finds the largest scores of some rows first, then computes their weights: what one row does
- * waits for what it did before. */
+/* Is a kvc_softmax_fn.  Works on LANES rows at a time, step by step, as the steps for one row wait for each other. */
 INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     prefetcher p = prefetch_begin(next, scores, num_q * (padded / KVC_LANES));

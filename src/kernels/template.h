@@ -204,8 +204,7 @@ INLINE int block_vecs(int num_q) {
     return most >= MAX_BLOCK_VECS ? MAX_BLOCK_VECS : most >= 4 ? 4 : IS_WIDE ? 2 : most;
 }
 
-/* A power of two, so that no load of a query's scores straddles two vectors that have just been stored: it would have
- * to wait for both. */
+/* Returns a power of two, so that no load of a query's scores straddles two vectors just stored, and waits for both. */
 INLINE int sums_stride(int num_vecs) { return num_vecs == 3 ? 4 : num_vecs; }
 
 typedef struct accumulate_args {
@@ -219,8 +218,7 @@ typedef struct accumulate_args {
     prefetcher next[KVC_TILE / KVC_PANEL]; /* copied into registers by each loop over rows */
 } accumulate_args;
 
-/* Begins to prefetch for a pass over `some` of the `left` query rows that are left.  It loads `lines` lines of each
- * piece, and `before` lines first. */
+/* Begins to prefetch for a pass over `some` of `left` query rows, of `before` lines, then `lines` of each piece. */
 APART void begin_ahead(accumulate_args *a, int some, int left, int before, int lines) {
     kvc_value_piece *const pieces = a->pieces;
     const int num = (a->n + KVC_PANEL - 1) / KVC_PANEL;
@@ -230,6 +228,7 @@ APART void begin_ahead(accumulate_args *a, int some, int left, int before, int l
                                     before + (a->apart ? lines : num * lines));
 }
 
+/* Prefetches what the passes over pieces have left. */
 APART void end_ahead(const accumulate_args *a) {
     for (int i = 0; i == 0 || (a->apart && i * KVC_PANEL < a->n); i++) prefetch_rest(&a->next[i]);
 }

@@ -2,6 +2,9 @@
  * and
  *
  *   HAS_AVX_VNNI  1 if there are dot products of integers (AVX-VNNI); else it may be left out
+ *
+ * v_ primitives are of floats, i_ of integers and c_ of bytes.  A half is 128 bits: many instructions work within
+ * halves, and results are put in order afterwards.
  */
 #include "kernels/x86.h"
 

@@ -2,6 +2,9 @@
  *   TARGET        attribute of every function
  *   HAS_VNNI      1 if there are dot products of integers (VNNI), else 0
  *   HAS_DOT_16    1 if there are dot products of bf16; else it may be left out
+ *
+ * v_ primitives are of floats, i_ of integers, c_ of bytes and b_ of bf16.  A quarter is 128 bits: many instructions
+ * work within quarters, and results are put in order afterwards.
  */
 #include "kernels/x86.h"
 
@@ -342,7 +345,7 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
     _mm512_storeu_si512(p, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed));
 }
 
-/* Loads 16 bytes of rows 0 and 4. */
+/* Loads 16 bytes of rows 0 and 4, those of row 0 at p. */
 INLINE __m256i load_two(const char *p, ptrdiff_t stride) {
     const __m256i x = _mm256_castsi128_si256(_mm_loadu_si128((const void *)p));
     return _mm256_inserti128_si256(x, _mm_loadu_si128((const void *)(p + 4 * stride)), 1);
@@ -375,7 +378,7 @@ INLINE ivec load_halves(const char *p, const char *q) {
                               _mm256_loadu_si256((const void *)q), 1);
 }
 
-/* Takes rows of a multiple of 64 bytes from all banks of the L1 cache: a piece of each row would come from the same. */
+/* Loads whole rows first: of rows of a multiple of 64 bytes, pieces would come from one bank of the L1 cache. */
 INLINE void i_load_long_rows(ivec x[8], const char *p, ptrdiff_t stride) {
     ivec rows[2][4]; /* 0 to 3 and 4 to 7, then the others */
     UNROLL
@@ -445,7 +448,6 @@ INLINE void i_order(int type, ivec x[2]) {
     x[0] = low;
 }
 
-/* Around each of these intrinsics GCC copies the sum, there and back. */
 /* Returns x where bits of mask are set, else y. */
 INLINE ivec i_select(ivec mask, ivec x, ivec y) { return _mm512_ternarylogic_epi32(mask, x, y, 0xca); }
 
@@ -468,6 +470,7 @@ INLINE ivec i_dot(ivec sum, ivec x, ivec y) { return _mm512_dpwssd_epi32(sum, x,
 
 INLINE ivec i_dot_bytes(ivec sum, ivec x, ivec y) { return _mm512_dpbusd_epi32(sum, x, y); }
 #elif HAS_VNNI
+/* Around intrinsics GCC copies the sum, there and back. */
 INLINE ivec i_dot(ivec sum, ivec x, ivec y) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
     return sum;

@@ -3,6 +3,8 @@
  *
  *   HAS_DOT_16    1 if there are dot products of f16 or bf16; else it may be left out
  *   HAS_DOT_BYTES 1 if there are dot products of int8; else it may be left out
+ *
+ * v_ primitives are of floats, i_ of integers, c_ of bytes and b_ of 16 bits.
  */
 #include <arm_neon.h>
 #include <stddef.h>
@@ -299,8 +301,7 @@ INLINE code_bytes c_look_up(const void *table, code_bytes x) {
     return x;
 }
 
-/* Looks 16 codes up where they stand for levels, the first of which is element `first`, and puts the fifth bits of
- * other types where they belong. */
+/* Finishes 16 codes, from element `first` on: looks levels up, or adds fifth bits, whichever the type has. */
 INLINE uint8x16_t finish_codes(int type, uint8x16_t low, const char *bits, int first) {
     if (KVC_TYPES[type].num_levels == 64) {
         uint8x16x4_t levels;
@@ -394,8 +395,7 @@ INLINE ivec i_begin_quads(const int32_t *p) {
 
 INLINE ivec i_set_quad(const void *p) { return i_set_pair(p); }
 
-/* Keeps compilers from loading by *p before *x is known: GCC loads all that a loop needs first, and has no registers
- * for it. */
+/* Keeps compilers from loading by *p before *x is known: GCC loads all first, and has no registers for that. */
 INLINE void load_later(const char **p, ivec *x) { __asm__("" : "+r"(*p), "+w"(*x)); }
 
 #if HAS_DOT_BYTES

@@ -26,13 +26,14 @@ INLINE void copy_row(void *dst, const void *src, size_t bytes) {
 /* Adds 16 to those of 32 bytes whose bit is set.  In the header of each set's vectors. */
 INLINE __m256i add_fifth_bits(__m256i codes, uint32_t bits);
 
-/* Looks bytes below 16 up. */
+/* Returns, for each byte of x, which is below 16, that of a table of 16. */
 INLINE __m256i look_up_levels(const int8_t *levels, __m256i x) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)levels)), x);
 }
 
 INLINE code_bytes c_look_up(const void *table, code_bytes x) { return (code_bytes)look_up_levels(table, (__m256i)x); }
 
+/* Takes all low halves of bytes, then all high ones; looks levels up, or adds fifth bits. */
 INLINE void unpack_codes(int type, char *dst, const char *block, int by) {
     const char *nibbles = block + KVC_TYPES[type].bytes - KVC_NIBBLE_BYTES;
     const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)nibbles));
@@ -84,7 +85,7 @@ INLINE void load_eight(__m128i x[2], const char *p, ptrdiff_t stride) {
     x[1] = _mm_unpackhi_epi64(low, high);
 }
 
-/* These two load what two instructions need once: half of such loads cross cache lines. */
+/* load_16 and load_32 load once what two instructions need: half of such loads cross cache lines. */
 INLINE __m128i load_16(const void *p) {
     __m128i x = _mm_loadu_si128(p);
     __asm__("" : "+x"(x));
