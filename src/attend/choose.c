@@ -88,7 +88,7 @@ static void add_rows(entry_list *to, const kvc_segment *segment, const uint32_t 
     to->num = num;
 }
 
-/* Lists what the task's token may choose from, of what it sees. */
+/* Lists the entries that the task's token may choose: rows that it sees, or their blocks.  keys: one of each row. */
 static entry_list list_entries(const kvc_task *t, const uint32_t *keys) {
     const kvc_plan *plan = t->call->plan;
     const int32_t block = rows_together(t);

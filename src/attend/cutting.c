@@ -122,7 +122,7 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence, int in_byte
     return cut;
 }
 
-/* An exact sequence has at least as many slices as one in bytes. */
+/* Counts slices that are not in bytes (0): a sequence in bytes has as many, or fewer. */
 int32_t kvc_count_slices(const kvc_plan *plan) {
     int32_t num = 0;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {

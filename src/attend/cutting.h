@@ -67,8 +67,7 @@ kvc_status kvc_resolve_selecting(const kvc_batch *batch, kvc_plan_args *args);
 /* Returns an upper bound of how many slices the plan's queries are cut into. */
 int32_t kvc_count_slices(const kvc_plan *plan);
 
-/* Decides whether sequences may be multiplied in bytes, for a plan of KVC_PRECISION_INT8 over all rows.  Fills in
- * plan->in_bytes and plan->rounds_rows. */
+/* Decides whether sequences of a KVC_PRECISION_INT8 plan may be in bytes: plan->in_bytes and plan->rounds_rows. */
 void kvc_allow_bytes(kvc_plan *plan);
 
 /* Lists the slices, with what each sees; there is room for kvc_count_slices(plan).  Returns their number.  marks:

@@ -55,6 +55,7 @@ static void count_run(void *num, const kvc_run *run, const int32_t *tokens) {
     *(int64_t *)num += run->count;
 }
 
+/* Lists each row of a run as a run of its own. */
 static void list_run(void *to, const kvc_run *run, const int32_t *tokens) {
     dense *d = to;
     kvc_run row = {run->block, run->slot, 1, run->position, run->delta};

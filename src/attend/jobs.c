@@ -38,7 +38,8 @@ static int compare_starts(const kvc_run *a, const kvc_run *b) {
 
 static int is_same_run(const kvc_run *a, const kvc_run *b) { return a->count == b->count && compare_starts(a, b) == 0; }
 
-/* Orders slices by their kind: the way they are attended to, split_rows, and what they see.  It must be the same. */
+/* Orders slices by their kind: the way they are attended to, split_rows, and what they see.  Slices of one kind may
+ * share rows. */
 static int compare_kinds(const kvc_new_slice *a, const kvc_new_slice *b) {
     int order = compare(a->slice.tiled, b->slice.tiled);
     if (!order) order = compare(a->slice.split_rows, b->slice.split_rows);

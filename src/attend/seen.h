@@ -5,8 +5,7 @@
 
 #include "attend/task.h"
 
-/* The positions that a query token sees unless a tree decides: those below `sinks`, and [low, last].  In a group with a
- * stride, these are rows. */
+/* The positions that a query token sees unless a tree decides: below `sinks`, and [low, last].  With a stride: rows. */
 typedef struct kvc_visible {
     int32_t token, low, sinks, last;
 } kvc_visible;
@@ -18,8 +17,7 @@ kvc_visible kvc_visible_to(const kvc_call *c, int32_t token);
 int kvc_sees_whole_tile(const kvc_call *c, const kvc_tile *tile, const kvc_visible *v);
 int kvc_sees_nothing_of(const kvc_call *c, const kvc_tile *tile, int32_t token);
 
-/* Returns a view of the query rows from the first to the last that sees a row of a tile.  They are few at the end of
- * a prompt or of a window. */
+/* Returns a view of query rows, from the first to the last that sees a row of a tile: few at the end of a prompt. */
 kvc_task kvc_view_that_sees(const kvc_task *t, const kvc_tile *tile);
 
 /* Whether a token sees row j of a tile whose rows are located. */
@@ -36,8 +34,7 @@ void kvc_change_scores(const kvc_task *t, kvc_tile *tile, int32_t first, int32_t
 /* Returns what all tokens of a task see, trees aside. */
 kvc_visible kvc_visible_to_all(const kvc_task *t);
 
-/* Returns whether the tile has a masked value that is infinite or NaN.  Multiplied by its weight of 0 it would give
- * NaN.  common: kvc_visible_to_all. */
+/* Returns whether the tile has a masked value that is not finite, and NaN times 0.  common: kvc_visible_to_all. */
 int kvc_spoils_others(const kvc_task *t, kvc_tile *tile, const kvc_visible *common);
 
 /* Makes *own the tile as the one token of a task is to see it: with zeros for such values, if it does not see them. */

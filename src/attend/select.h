@@ -10,8 +10,7 @@ int kvc_score_sketches(kvc_task *t);
 /* Keeps what was found of the split, for the task that selects.  The task has one slice. */
 void kvc_keep_found(const kvc_task *t);
 
-/* Returns a lister of the rows that a view's token selects, or of all if it reads all, once all splits of its slice are
- * scored.  Sets *num_rows to their number. */
+/* Returns a lister of the rows that a view's token selects, once its slice is scored, or of all.  Sets their number. */
 kvc_row_lister kvc_list_selected(const kvc_task *t, int64_t *num_rows);
 
 #endif

@@ -43,8 +43,7 @@ void kvc_prefetch(kvc_ahead ahead);
 /* Takes the next `rows` rows of a walk: where they lie, if a kernel takes them so, else copied to the workspace. */
 kvc_kernel_rows kvc_take_rows(const kvc_task *t, kvc_walk *w, int64_t rows);
 
-/* Multiplies a tile's scores by the scales of its keys, or weights by the scales of its values, for kernels that
- * leave the scales out. */
+/* Multiplies a tile's scores by its keys' scales, or weights by its values', for kernels that leave the scales out. */
 void kvc_times_scales(const kvc_task *t, const kvc_tile *tile, int is_value);
 
 /* Takes up to `rows` rows of a walk to prefetch.  Returns the last of them that lie one after the other, for a kernel

@@ -145,8 +145,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c);
 /* Returns the keys of a segment of the tile from row `offset` on. */
 kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segment *segment, int32_t offset);
 
-/* Returns the scales of a tile's keys or values, f16, and zeros up to a multiple of KVC_PANEL: where they lie if
- * nothing lies between them, else copied. */
+/* Returns a tile's scales of keys, or values, f16, with zeros up to a multiple of KVC_PANEL; copied, if apart. */
 const void *kvc_scales_of(const kvc_tile *t, int is_value, uint8_t copies[KVC_TILE][KVC_SCALE_BYTES]);
 
 /* Fills in the position and the token of each row of a tile, unless that is done.  order: plan->order. */
