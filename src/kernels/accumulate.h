@@ -163,7 +163,7 @@ INLINE void accumulate_queries(int num_q, int type, accumulate_args *a, kvc_ahea
     if (tail) accumulate_tail(type, num_q, a, d, tail);
 }
 
-/* Is a kvc_accumulate_fn once the type is a constant. */
+/* Adds n weighted rows to num_q rows of acc, some at a time: a kvc_accumulate_fn, once the type is a constant. */
 INLINE void accumulate(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                        kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     if (type >= KVC_FLOAT_TYPES) {

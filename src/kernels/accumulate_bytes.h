@@ -111,7 +111,7 @@ INLINE void accumulate_byte_rows(int num_q, int type, accumulate_args *a, int le
     end_ahead(a);
 }
 
-/* Is a kvc_accumulate_fn once the type is a constant. */
+/* Adds n weighted rows to num_q rows of acc, some at a time: a kvc_accumulate_fn, once the type is a constant. */
 INLINE void accumulate_bytes(int type, float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                              kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     for (int some; num_q; num_q -= some) {
@@ -133,7 +133,7 @@ INLINE void accumulate_bytes(int type, float *acc, int acc_stride, const float *
 
 /* ---- many query rows --------------------------------------------------------------------------------------------- */
 
-/* Is a kvc_pack_values_fn for rows of q8_0. */
+/* Packs n values of q8_0 into a PANEL, block after block: the rows' scales, then columns.  Prefetches nothing. */
 INLINE void pack_byte_values(float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     kvc_value_piece piece = {rows, {.bytes = 0}};
     const accumulate_args a = {.pieces = &piece, .row_stride = row_stride, .n = n};

@@ -282,7 +282,7 @@ INLINE void accumulate_quantised_rows(int num_q, int type, accumulate_args *a, i
     end_ahead(a);
 }
 
-/* Is a kvc_accumulate_fn once the type is a constant. */
+/* Adds n weighted rows to num_q rows of acc, some at a time: a kvc_accumulate_fn, once the type is a constant. */
 INLINE void accumulate_quantised(int type, float *acc, int acc_stride, const float *factor, const float *weights,
                                  int num_q, kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     for (int some; num_q; num_q -= some) {

@@ -153,7 +153,7 @@ INLINE void pack_chunk_bf16(float *dst, const void *rows, int64_t row_stride, in
     for (int i = 0; i < LANES; i++) v_store(tile_at(dst, j, chunks_of(dim), c, 1) + i * LANES, x[i]);
 }
 
-/* Is a kvc_pack_keys_fn once the type and the number of parts are constants. */
+/* Packs n keys into a panel from column `first` on: a kvc_pack_keys_fn, once the type and num_parts are constants. */
 INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int first,
                                int n, int dim) {
     dst = tile_at(dst, first, chunks_of(dim), 0, num_parts);
@@ -176,7 +176,7 @@ INLINE void pack_keys_in_parts(int type, int num_parts, float *dst, const void *
         }
 }
 
-/* Is a kvc_pack_values_fn once the type and the number of parts are constants. */
+/* Packs n values into a panel from row `first` on: a kvc_pack_values_fn, once the type and num_parts are constants. */
 INLINE void pack_values_in_parts(int type, int num_parts, float *dst, const void *rows, int64_t row_stride, int first,
                                  int n, int dim) {
     enum { MOST_CHUNKS = KVC_WIDE_TILE / CHUNK };
@@ -251,7 +251,7 @@ INLINE float weigh_packed_row(int is_f16, int num_parts, float *row, int num_chu
     return v_sum_lanes(total) / times;
 }
 
-/* Is a kvc_weigh_fn once the form of weights is constant. */
+/* Turns scores, times scale, into packed weights, 2^(score * log2(e) - max), and updates max, sum and factor. */
 INLINE void weigh(int is_f16, int num_parts, float *scores, int num_q, int n, float scale, float *max, float *sum,
                   float *factor) {
     const int padded = (n + EXPS * LANES - 1) / (EXPS * LANES) * (EXPS * LANES);
@@ -403,7 +403,7 @@ INLINE void multiply_tiles(const tiles *t, int num_chunks, int parts_a, int part
     memory_barrier();
 }
 
-/* Is a kvc_matmul_fn over packed rows and panels, between kvc_begin_amx and kvc_end_amx. */
+/* Multiplies m packed rows by a panel of n columns: a kvc_matmul_fn, between kvc_begin_amx and kvc_end_amx. */
 TARGET static void multiply_parts(int is_f16, int parts_a, int parts_b, float *c, int ldc, const float *a, int lda,
                                   const float *b, int ldb, int m, int n, int k, int add, kvc_ahead next) {
     const int of_columns = chunks_of(ldb) * parts_b; /* tiles of 16 columns of the panel */

@@ -28,7 +28,7 @@ extern kvc_pack_bytes_fn kvc_pack_byte_keys_amx, kvc_pack_byte_values_amx;
 extern kvc_score_bytes_fn kvc_score_bytes_amx;
 extern kvc_sum_bytes_fn kvc_sum_bytes_amx;
 
-/* Is a kvc_pack_bytes_fn: transposes words of four. */
+/* Packs n keys of int8 into a panel's tiles: transposes words of four elements. */
 TARGET void kvc_pack_byte_keys_amx(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim) {
     for (int j = 0; j < n; j += LANES)
         for (int d = 0; d < dim; d += TILE_STEPS) {
@@ -46,7 +46,7 @@ TARGET void kvc_pack_byte_keys_amx(void *panel, const void *rows, int64_t row_st
         }
 }
 
-/* Is a kvc_pack_bytes_fn: puts a column's elements of four rows side by side. */
+/* Packs n values of int8 into a panel's tiles: puts a column's elements of four rows side by side. */
 TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim) {
     for (int j = 0; j < n; j += 4)
         for (int d = 0; d < dim; d += LANES) {
@@ -105,7 +105,7 @@ INLINE void finish_scores(float *scores, const float *q, int q_stride, int num_q
     }
 }
 
-/* Is a kvc_score_bytes_fn.  Finishes scores while the next ones are multiplied. */
+/* Scores n packed keys for num_q query rows, up to BLOCK_ROWS.  Finishes scores while the next ones are multiplied. */
 TARGET void kvc_score_bytes_amx(float *scores, const float *q, int q_stride, int num_q, const void *panel,
                                 const float *units, int n, int dim) {
     const ptrdiff_t stride = q_stride * (ptrdiff_t)sizeof *q;
@@ -133,7 +133,7 @@ INLINE void add_byte_sums(float *acc, int acc_stride, const float *factor, const
     }
 }
 
-/* Is a kvc_sum_bytes_fn.  Adds sums to acc while the next ones are multiplied. */
+/* Adds n packed values, weighted, to num_q rows of acc, while the next columns are multiplied. */
 TARGET void kvc_sum_bytes_amx(float *acc, int acc_stride, const float *factor, const float *unit, const float *weights,
                               int num_q, const void *panel, int n, int dim) {
     int32_t sums[BLOCK_ROWS][2 * LANES];

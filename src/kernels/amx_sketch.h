@@ -33,7 +33,7 @@ APART void score_sketches_in_tiles(float *scores, const kvc_sketch_query *q, int
     }
 }
 
-/* Is a kvc_sketch_fn. */
+/* Scores the sketches of KVC_PANEL rows for num_q queries: in tiles, unless queries are few or keys too long. */
 TARGET static void kvc_sketch_amx(float *scores, const kvc_sketch_query *q, int num_q, const void *rows,
                                   int64_t row_stride, int dim) {
     if (num_q < FEWEST_TILED || dim > MOST_UNPACKED)

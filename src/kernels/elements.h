@@ -329,6 +329,7 @@ INLINE void encode_row(int from, int to, char *dst, const char *src, int dim) {
     }
 }
 
+/* Encodes a row to iq4_nl: codes of LEVELLED_BLOCKS blocks at a time, then their scales. */
 INLINE void encode_row_iq4_nl(int from, int to, char *dst, const char *src, int dim) {
     level_terms terms[LEVELLED_BLOCKS];
     for (int d = 0, num; d < dim; d += num * KVC_QUANT_ELEMENTS) {
@@ -414,7 +415,7 @@ INLINE void convert(int from, int to, void *dst, int64_t dst_stride, const void 
 
 /* ---- rows with a scale of their own ------------------------------------------------------------------------------ */
 
-/* Is a kvc_times_fn. */
+/* Multiplies column j of num_q rows of scores, or weights, by number j of `by`, which are f16. */
 INLINE void times(float *rows, int num_q, int n, const void *by) {
     for (int j = 0; j < kvc_padded_rows(n); j += LANES) {
         const vec x = v_load_f16((const uint16_t *)by + j);
@@ -422,7 +423,7 @@ INLINE void times(float *rows, int num_q, int n, const void *by) {
     }
 }
 
-/* Is a kvc_largest_fn. */
+/* Returns the largest magnitude of n floats, leaving out NaN. */
 INLINE float largest(const void *x, int n) {
     vec most = v_zero();
     for (int i = 0; i < n; i += LANES)
@@ -519,7 +520,7 @@ INLINE void encode_fitted(int type, char *dst, const char *src, int n, vec inver
     }
 }
 
-/* Is a kvc_encode_fn. */
+/* Encodes n floats, in units of `unit`, as a part of a row of int8, int6 or int4. */
 INLINE void encode(int type, void *dst, const void *src, int n, float unit, kvc_level_sums *sums) {
     const vec inverse = v_set(reciprocal(unit));
     switch (type) {
@@ -568,7 +569,7 @@ INLINE void unpack_scaled_row(int type, char *dst, const char *row, const char *
     }
 }
 
-/* Is a kvc_unpack_fn. */
+/* Unpacks n rows of codes to q8_0, or to int8 if scales is NULL, and the minima that these lack (kvc_unpack_fn). */
 INLINE void unpack(int type, void *dst, const void *rows, int64_t row_stride, const void *scales, int64_t scale_stride,
                    int64_t n, int dim, float *minima) {
     const size_t bytes = bytes_of(KVC_TYPES[type].has_row_scale && !scales ? KVC_INT8 : KVC_Q8_0, dim);

@@ -93,8 +93,7 @@ typedef struct kvc_level_sums {
 typedef void kvc_encode_fn(int type, void *dst, const void *x, int n, float unit, kvc_level_sums *sums);
 
 /* Rounds n rows of f32, row_stride bytes apart, to int8 side by side.  units[j] becomes what a code of 1 of row j
- * stands for: the largest magnitude over 127; NaN if the row has one.  Codes are those of a kvc_encode_fn in that unit.
- * All sets give the same bits. */
+ * stands for: the largest magnitude over 127; NaN if the row has one.  All sets give the codes of a kvc_encode_fn. */
 typedef void kvc_round_fn(int8_t *codes, float *units, const float *rows, int64_t row_stride, int n, int dim);
 
 /* Converts num_q query rows of f32, in place, to the form that score takes, so that scores are multiplied by scale.
@@ -111,8 +110,7 @@ typedef struct kvc_ahead {
 } kvc_ahead;
 
 /* scores[r * KVC_SCORES + j] = q[r] . rows[j] for r < num_q, j < n <= KVC_TILE.  q: prepared, rows q_stride floats
- * apart.  For quantised rows, the kernel may overwrite scores with j past n, up to a multiple of KVC_ROW_GROUP.  Each
- * row is read from memory once for all q. */
+ * apart.  If rows are quantised, scores past n, up to a multiple of KVC_ROW_GROUP, may change.  Reads each row once. */
 typedef void kvc_score_fn(float *scores, const float *q, int q_stride, int num_q, const void *rows, int64_t row_stride,
                           int n, int dim, kvc_ahead next);
 
@@ -135,9 +133,8 @@ typedef struct kvc_value_piece {
 typedef void kvc_accumulate_fn(float *acc, int acc_stride, const float *factor, const float *weights, int num_q,
                                kvc_value_piece *pieces, int64_t row_stride, int n, int dim);
 
-/* rows[r * KVC_SCORES + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL.  Kernels of types with row
- * scales leave these out: scores are multiplied by the keys' scales before the softmax, weights by the values' scales
- * after it.  by: f16; 0 from n on. */
+/* rows[r * KVC_SCORES + j] *= by[j] for r < num_q, j < n, up to a multiple of KVC_PANEL; by: f16, 0 from n on.
+ * For types with row scales: scores take the keys' scales before the softmax, weights the values' scales after it. */
 typedef void kvc_times_fn(float *rows, int num_q, int n, const void *by);
 
 /* Takes a step of the online softmax of num_q query rows, over scores[r * KVC_SCORES + j], j < n <= KVC_TILE.  m is the
@@ -150,25 +147,21 @@ typedef void kvc_softmax_fn(float *scores, int num_q, int n, float *max, float *
 
 /* c[i * ldc + j] = (add ? c[...] : 0) + sum over p < k of a[i * lda + p] * b[p * ldb + j], i < m, j < n.
  * ldb and ldc are multiples of KVC_LANES, b and c aligned to 64 bytes, and up to the next multiple of KVC_LANES past n,
- * columns of b may be read and columns of c written; where c are scores, up to ldc.  Prefetches `next` on the way, into
- * the L2 cache. */
+ * columns of b may be read and columns of c written; where c are scores, up to ldc.  Prefetches `next` into L2. */
 typedef void kvc_matmul_fn(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                            int add, kvc_ahead next);
 
 /* Packs n <= KVC_PANEL rows into the panel of k = dim that query rows are multiplied by, as columns from `first` on:
- * dst[d * KVC_PANEL + j] = rows[j][d] as f32; columns n .. KVC_PANEL become 0.  first is a multiple of KVC_PANEL; 0
- * where tiles have no more rows. */
+ * dst[d * KVC_PANEL + j] = rows[j][d] as f32; columns n .. KVC_PANEL become 0.  first: a multiple of KVC_PANEL. */
 typedef void kvc_pack_keys_fn(float *dst, const void *rows, int64_t row_stride, int first, int n, int dim);
 
-/* Packs n <= KVC_PANEL rows into the panel of k = n that weights are multiplied by, as rows from `first` on: dst[j *
- * dst_stride + d] = rows[j][d] as f32 (dst_stride in floats; what lies between dim and the next multiple of KVC_LANES
- * becomes 0). */
+/* Packs n <= KVC_PANEL rows into the panel of k = n that weights are multiplied by, as rows from `first` on, of f32:
+ * dst[j * dst_stride + d] = rows[j][d]; what lies between dim and the next multiple of KVC_LANES becomes 0. */
 typedef void kvc_pack_values_fn(float *dst, int dst_stride, const void *rows, int64_t row_stride, int first, int n,
                                 int dim);
 
 /* One step of the online softmax, as a kvc_softmax_fn, of scores times scale, of num_q <= KVC_BLOCK_QUERIES query rows
- * and n <= KVC_WIDE_TILE rows: scores[r * KVC_WEIGHTS_STRIDE + j], which become weights, packed.  Maxima are those of
- * scores times log2(e). */
+ * and n <= KVC_WIDE_TILE rows: scores[r * KVC_WEIGHTS_STRIDE + j] become packed weights.  Maxima are times log2(e). */
 typedef void kvc_weigh_fn(float *scores, int num_q, int n, float scale, float *max, float *sum, float *factor);
 
 /* What `begin` of a kvc_kernels leaves for `end`: the shapes that the thread's tile registers had. */
@@ -208,8 +201,7 @@ typedef struct kvc_byte_query {
 } kvc_byte_query;
 
 /* Moves n rows of dim int8 into a panel of a tile's keys, or values, from row `first` on, which is a multiple of
- * KVC_PANEL.  n is a multiple of KVC_LANES, dim of KVC_QUANT_ELEMENTS.  A panel takes KVC_BYTE_TILE rows of codes of a
- * query row. */
+ * KVC_PANEL.  n is a multiple of KVC_LANES, dim of KVC_QUANT_ELEMENTS.  A panel takes KVC_BYTE_TILE rows. */
 typedef void kvc_pack_bytes_fn(void *panel, const void *rows, int64_t row_stride, int first, int n, int dim);
 
 /* scores[r * KVC_BYTE_SCORES + j] = (the product of codes of q[r] and key j, which is exact) * units[j] * the row's
@@ -250,9 +242,8 @@ typedef struct kvc_byte_kernels {
     int queries; /* query rows that are best multiplied at once, at most KVC_BLOCK_QUERIES */
 } kvc_byte_kernels;
 
-/* By which matrix rows are multiplied before they are stored: Sylvester's Hadamard matrix of this order (a power of
- * two, at least KVC_QUANT_ELEMENTS; 0: by none) over sqrt(order), with signs that kvcache.h says of KVC_INT6 or
- * without. */
+/* The matrix by which rows are multiplied before they are stored: Sylvester's Hadamard matrix of this order (a power
+ * of two, at least KVC_QUANT_ELEMENTS; 0: none) over sqrt(order), perhaps with the signs of KVC_INT6 in kvcache.h. */
 typedef struct kvc_mixing {
     int32_t order, has_signs;
 } kvc_mixing;
@@ -292,8 +283,7 @@ static inline float kvc_add_up(const float x[KVC_LANES]) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-/* Return the threshold of sketches of keys, and their scale, by sums of squares and of products with levels
- * (rows/sketch.h). */
+/* Return the threshold and the scale of a key's sketch, by sums of squares and of products with levels. */
 static inline float kvc_sketch_threshold(float squares, int dim) { return 0.98f * sqrtf(squares / (float)dim); }
 static inline float kvc_sketch_scale(float squares, float products) {
     const float scale = products == 0 ? 0 : squares / products;
@@ -314,9 +304,8 @@ typedef struct kvc_sketch_query {
 } kvc_sketch_query;
 
 /* scores[r * KVC_SCORES + k * KVC_LANES + i] = the score that query r gives row 4 i + k, for KVC_PANEL rows and r <
- * num_q.  With t = (sum over elements of code times query code) + offsets[r], which is exact: t * (the row's scale) *
- * scales[r], each product rounded.  So all sets give the same bits, for any num_q.  Reads up to a cache line past the
- * last row. */
+ * num_q.  With t = (sum of code times query code) + offsets[r], which is exact: t * (the row's scale) * scales[r], each
+ * product rounded.  So all sets give the same bits, for any num_q.  Reads up to a cache line past the last row. */
 typedef void kvc_sketch_fn(float *scores, const kvc_sketch_query *q, int num_q, const void *rows, int64_t row_stride,
                            int dim);
 

@@ -77,7 +77,7 @@ INLINE void matmul_columns(int num_vectors, float *c, int ldc, const float *a, i
     matmul_columns(vectors <= MATMUL_VECTORS ? vectors : 1, c + j, ldc, a + p, lda, b + (ptrdiff_t)p * ldb + j, ldb, \
                    m, depth, add || p, &all)
 
-/* Is a kvc_matmul_fn.  Adds up MATMUL_DEPTH products at a time, whose rows of b fill the L1 cache at most. */
+/* c[m][n] = (add ? c : 0) + a[m][k] * b[k][n].  Takes MATMUL_DEPTH rows of b at a time, which fit the L1 cache. */
 INLINE void matmul_rows(float *c, int ldc, const float *a, int lda, const float *b, int ldb, int m, int n, int k,
                         int add, kvc_ahead next) {
     const int vectors = (n + KVC_LANES - 1) / KVC_LANES * (KVC_LANES / LANES);

@@ -33,7 +33,7 @@ APART void pack_key_block(float *dst, const char *block, ptrdiff_t stride) {
     }
 }
 
-/* Is a kvc_pack_keys_fn.  Rows past n, up to a multiple of PANEL_ROWS, have scales of 0. */
+/* Packs n keys of q8_0 into a panel.  Rows past n, up to a multiple of PANEL_ROWS, have scales of 0. */
 INLINE void pack_quantised_keys(float *dst, const char *rows, int64_t row_stride, int n, int dim) {
     char copies[LANES][COPY_STRIDE];
     const int num_blocks = dim / KVC_QUANT_ELEMENTS;
@@ -48,7 +48,7 @@ INLINE void pack_quantised_keys(float *dst, const char *rows, int64_t row_stride
     }
 }
 
-/* Is a kvc_pack_values_fn.  Beside the last of an odd number of rows stands that row again, which weighs nothing. */
+/* Packs n values of q8_0 into a panel.  If n is odd, the last row stands beside itself, but then weighs nothing. */
 INLINE void pack_quantised_values(float *dst, const char *rows, ptrdiff_t stride, int n, int dim) {
     for (int b = 0; b < dim / KVC_QUANT_ELEMENTS; b++, rows += KVC_Q8_0_BYTES, dst += VALUE_BLOCK) {
         vec zero_or_nan = v_zero();

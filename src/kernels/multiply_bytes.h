@@ -65,7 +65,7 @@ INLINE void pack_words(char *to, const char *rows, int64_t stride, int some) {
                     i_xor(i_of_bits(x[i]), i_set_32(SHIFTS_VALUES ? 0 : SHIFT_BYTES)));
 }
 
-/* Is a kvc_pack_bytes_fn. */
+/* Packs n keys of int8 into a panel, as rows from `first` on. */
 INLINE void pack_key_words(char *panel, const char *rows, int64_t row_stride, int first, int n, int dim) {
     for (int j = 0; j < n; j += LANES, rows += LANES * row_stride)
         for (int d = 0; d < dim; d += FOUR_BYTES * LANES) {
@@ -77,7 +77,7 @@ INLINE void pack_key_words(char *panel, const char *rows, int64_t row_stride, in
         }
 }
 
-/* Is a kvc_pack_bytes_fn. */
+/* Packs n values of int8 into a panel, as rows from `first` on. */
 INLINE void pack_value_words(char *panel, const char *rows, int64_t row_stride, int first, int n, int dim) {
     panel += (ptrdiff_t)first * dim;
     for (int j = 0; j < n; j += FOUR_BYTES, rows += FOUR_BYTES * row_stride, panel += FOUR_BYTES * dim)
@@ -180,7 +180,7 @@ INLINE void sum_byte_rows(int num_q, float *acc, int acc_stride, const float *fa
                          panel + d * FOUR_BYTES, n, dim);
 }
 
-/* Is a kvc_score_bytes_fn. */
+/* Scores n packed keys for num_q query rows, BYTE_QUERIES at a time, and one by one what is left. */
 INLINE void score_in_bytes(float *scores, const float *q, int q_stride, int num_q, const char *panel,
                            const float *units, int n, int dim) {
     const int padded = kvc_padded_rows(n);
@@ -193,7 +193,7 @@ INLINE void score_in_bytes(float *scores, const float *q, int q_stride, int num_
                         dim);
 }
 
-/* Is a kvc_sum_bytes_fn. */
+/* Adds n packed values, weighted, to num_q rows of acc, BYTE_QUERIES at a time, and one by one what is left. */
 INLINE void sum_in_bytes(float *acc, int acc_stride, const float *factor, const float *unit, const float *weights,
                          int num_q, const char *panel, int n, int dim) {
     const int padded = kvc_padded_rows(n);
@@ -251,7 +251,7 @@ INLINE float weigh_row_in_bytes(float *row, const kvc_byte_units *units, int pad
     return add_up_vectors(totals);
 }
 
-/* Is a kvc_weigh_bytes_fn.  Works on LANES rows at a time, since the steps for one row wait for each other. */
+/* A kvc_weigh_bytes_fn: turns scores into weights, LANES rows at a time, as the steps for one would wait. */
 INLINE void weigh_in_bytes(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                            float *factor, float *unit) {
     const int padded = kvc_padded_rows(n);

@@ -61,7 +61,7 @@ INLINE bvec within_bf16(bvec x) {
     return vaddq_u16(x, is_infinite); /* plus 0xffff: minus 1 */
 }
 
-/* Is a kvc_pack_keys_fn. */
+/* Packs n keys into a panel: for each 4 elements, two keys side by side. */
 TARGET static void kvc_pack_keys_bf16_neonbf16(float *dst, const void *rows, int64_t row_stride, int first, int n,
                                                int dim) {
     char *to = (char *)dst;
@@ -79,7 +79,7 @@ TARGET static void kvc_pack_keys_bf16_neonbf16(float *dst, const void *rows, int
         }
 }
 
-/* Is a kvc_pack_values_fn. */
+/* Packs n values into a panel: for each 4 rows, two columns side by side.  Transposes 4 rows of 8 columns at a time. */
 TARGET static void kvc_pack_values_bf16_neonbf16(float *dst, int dst_stride, const void *rows, int64_t row_stride,
                                                  int first, int n, int dim) {
     char *to = (char *)dst;
@@ -102,7 +102,7 @@ TARGET static void kvc_pack_values_bf16_neonbf16(float *dst, int dst_stride, con
         }
 }
 
-/* Is a kvc_prepare_fn.  Limits floats to the largest bf16: a larger one would be split into inf and -inf. */
+/* Multiplies query rows by scale.  Limits floats to the largest bf16, as others would be split into inf and -inf. */
 TARGET static void kvc_prepare_tile_neonbf16(float *q, int q_stride, int num_q, int dim, float scale) {
     const vec most = v_set(0x1.fep127f), least = v_set(-0x1.fep127f);
     scale_rows(q, q_stride, num_q, dim, scale);
@@ -189,7 +189,7 @@ INLINE void multiply_block(int parts, float *c, int ldc, int rows, const char *a
         if (i < rows) store_row(c, sums[i / 2], i % 2, add);
 }
 
-/* Is a kvc_matmul_fn over panels, and rows of floats, of two parts, or of bf16, of one. */
+/* Multiplies m rows by a panel of n columns.  Rows have floats, split into two parts, or bf16 in one part. */
 INLINE void multiply_pairs(int parts, float *c, int ldc, const float *a, int lda, const float *b, int m, int n, int k,
                            int add, kvc_ahead next) {
     enum { MOST_STEPS = MATMUL_DEPTH / STEP };

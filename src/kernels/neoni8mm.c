@@ -54,6 +54,7 @@ INLINE void arrange(int8x16_t x[DOT_ROWS * BLOCK_VECTORS]) {
     }
 }
 
+/* Adds the products of a block x of rows, which `arrange` put in order, with a query's digits q. */
 INLINE void add_products(byte_sums *sums, const int8x16_t x[DOT_ROWS * BLOCK_VECTORS], const char *q) {
     UNROLL
     for (int i = 0; i < PAIR_VECTORS; i++) {

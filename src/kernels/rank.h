@@ -143,7 +143,7 @@ INLINE void rank_lanes(int type, float *scores, const kvc_rank_query *q, const c
     }
 }
 
-/* Is a kvc_rank_fn.  The last row fills up the last KVC_LANES rows. */
+/* Scores n rows for all choices, KVC_LANES at a time: a kvc_rank_fn.  The last row stands for rows that are lacking. */
 INLINE void rank(int type, float *scores, const kvc_rank_query *q, const void *rows, int64_t row_stride,
                  const float *by, int n) {
     for (int j = 0; j < n; j += KVC_LANES) {

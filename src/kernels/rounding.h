@@ -23,7 +23,7 @@ RARE int has_nan(const float *row, int dim) {
     return found;
 }
 
-/* Is a kvc_round_fn. */
+/* Rounds n rows to int8 codes, and sets their units; NaN for rows that have a NaN. */
 INLINE void round_rows(int8_t *codes, float *units, const float *rows, int64_t row_stride, int n, int dim) {
     for (int first = 0; first < n; first += ROUNDED_ROWS) {
         float largest[ROUNDED_ROWS];

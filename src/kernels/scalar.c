@@ -144,7 +144,7 @@ static void encode_int8(void *dst, const void *src, int n, float id) {
     for (int i = 0; i < n; i++) ((int8_t *)dst)[i] = (int8_t)nearest(scaled(float_at(src, i), id));
 }
 
-/* Is a kvc_round_fn. */
+/* Rounds n rows of f32 to int8 codes, and sets units, what a code of 1 stands for; NaN if the row has a NaN. */
 static void round_rows(int8_t *codes, float *units, const float *rows, int64_t row_stride, int n, int dim) {
     for (int i = 0; i < n; i++, codes += dim, rows = (const float *)((const char *)rows + row_stride)) {
         units[i] = largest(rows, dim) / 127;
@@ -464,7 +464,7 @@ static void change_signs(float *x, int n, int order) {
     }
 }
 
-/* Is a kvc_hadamard_fn.  For each bit, two elements whose numbers differ in it become their sum and difference. */
+/* Multiplies by a Hadamard matrix: elements whose numbers differ in one bit become their sum and difference. */
 static void hadamard(float *dst, const void *src, int n, kvc_mixing mixing) {
     const int order = mixing.order;
     const float scale = 1 / sqrtf((float)order);

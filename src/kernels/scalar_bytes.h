@@ -39,7 +39,7 @@ static float exp_negative(float x) {
 /* Returns x less the maximum; 0 where both are infinite. */
 static float below(float x, float max) { return x == -INFINITY && max == -INFINITY ? 0 : x - max; }
 
-/* Is a kvc_weigh_bytes_fn.  Adds up in KVC_LANES sums, as sets with vectors do. */
+/* Turns scores into weights of 8 bits, in their place.  Adds up in KVC_LANES sums, as sets with vectors do. */
 static void weigh_bytes(float *scores, int num_q, int n, const kvc_byte_units *units, float *max, float *sum,
                         float *factor, float *unit) {
     for (int r = 0; r < num_q; r++) {

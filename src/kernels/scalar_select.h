@@ -81,7 +81,7 @@ static void score_sketches(float *scores, const kvc_sketch_query *q, int num_q, 
     }
 }
 
-/* Is a kvc_weigh_pieces_fn: raises an exponent if a score is far above it, and rescales what is relative to it. */
+/* Turns a tile's scores into weights of pieces.  Raises a query's exponent, and rescales, if a score is far above. */
 static void weigh_pieces(float *pieces, int64_t stride, int first, const float *scores, int num_q, float *exponents,
                          float *sums) {
     const float log2_e = 1.44269504f;

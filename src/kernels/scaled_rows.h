@@ -262,7 +262,7 @@ INLINE ptrdiff_t digits_bytes(int dim) {
     return dim / FOUR * DIGIT_BYTES + dim / PANEL_ELEMENTS * (ptrdiff_t)sizeof(digits_end);
 }
 
-/* Is a kvc_prepare_fn: a row's digits stand where its floats were.  Finds the units of some rows first. */
+/* Rounds query rows to digits, which stand where the floats were.  Finds the units of some rows first. */
 INLINE void prepare_scaled(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int some; num_q; num_q -= some, q += (ptrdiff_t)some * q_stride) {
         float units[MANY_QUERIES];
@@ -326,7 +326,7 @@ APART void score_panel_for_queries(int num_q, scaled_scores to, const char *q, p
     }
 }
 
-/* Is a kvc_score_fn once the type is known. */
+/* Scores n rows for num_q queries, panel by panel: a kvc_score_fn, once the type is known. */
 APART void score_scaled(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                         int64_t row_stride, int n, int dim, kvc_ahead ahead) {
     _Alignas(64) char panel[PANEL_ELEMENTS / FOUR * PANEL_BYTES];
@@ -465,7 +465,7 @@ INLINE void accumulate_by_panels(int num_q, int type, accumulate_args *a, const 
     }
 }
 
-/* Is a kvc_accumulate_fn once the type is known. */
+/* Adds n weighted rows to num_q rows of acc, some at a time: a kvc_accumulate_fn, once the type is known. */
 INLINE void accumulate_scaled(int type, float *acc, int acc_stride, const float *factor, const float *weights,
                               int num_q, kvc_value_piece *pieces, int64_t row_stride, int n, int dim) {
     const int steps = dim / KVC_QUANT_ELEMENTS * ((smaller(n, KVC_PANEL) + FOUR - 1) / FOUR);
@@ -503,7 +503,7 @@ INLINE void pack_scaled_keys(int type, float *dst, const void *rows, int64_t row
         pack_keys_of_type(type, panel, row_at(rows, row_stride, done), row_stride, n - done, dim, &none);
 }
 
-/* Is a kvc_pack_values_fn. */
+/* Packs n values into panels, one for each block of columns: a kvc_pack_values_fn, once the type is known. */
 INLINE void pack_scaled_values(int type, float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     prefetcher none = prefetch_begin((kvc_ahead){.bytes = 0}, rows, 0);
     char *to = (char *)dst;

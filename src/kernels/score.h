@@ -182,7 +182,7 @@ INLINE void score_queries(int num_q, int type, int q_type, score_args a, kvc_ahe
         score_tail(type, num_q, a.scores, a.q, a.q_stride, a.rows, a.row_stride, a.n, a.dim - tail, tail);
 }
 
-/* Is a kvc_score_fn once the types are constants. */
+/* Scores n rows for num_q queries, some at a time: a kvc_score_fn, once the types are constants. */
 INLINE void score(int type, int q_type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                   int64_t row_stride, int n, int dim, kvc_ahead next) {
     if (type >= KVC_FLOAT_TYPES) {

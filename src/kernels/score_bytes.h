@@ -59,7 +59,7 @@ INLINE void split_row(float *row, int dim, float unit, float scale) {
     memcpy(to, &factor, sizeof factor);
 }
 
-/* Is a kvc_prepare_fn. */
+/* Rounds num_q query rows to digits, in place, so that scores are multiplied by scale. */
 INLINE void split_rows(float *q, int q_stride, int num_q, int dim, float scale) {
     for (int r = 0; r < num_q; r++, q += q_stride)
         split_row(q, dim, unit_of(q, dim) * ((float)INT16_MAX / (float)KVC_LARGEST_DIGITS), scale);
@@ -180,7 +180,7 @@ INLINE void score_all(int num_q, int type, const score_args *a, kvc_ahead next) 
     prefetch_rest(&p);
 }
 
-/* Is a kvc_score_fn once the type is a constant. */
+/* Scores n rows for num_q queries, some queries at a time: a kvc_score_fn, once the type is a constant. */
 INLINE void score_bytes(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                         int64_t row_stride, int n, int dim, kvc_ahead next) {
     const int most = type == KVC_INT8 ? PLAIN_QUERIES : SCALED_QUERIES;
@@ -192,7 +192,7 @@ INLINE void score_bytes(int type, float *scores, const float *q, int q_stride, i
     }
 }
 
-/* Is a kvc_pack_keys_fn for rows of q8_0. */
+/* Packs n keys of q8_0 into a PANEL: for each DOT_ROWS rows, each block's scales, then its elements as arranged. */
 INLINE void pack_byte_keys(float *dst, const void *rows, int64_t row_stride, int n, int dim) {
     const score_args a = {.rows = rows, .row_stride = row_stride, .n = n};
     char *to = (char *)dst;

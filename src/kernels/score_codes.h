@@ -85,7 +85,7 @@ INLINE void prepare_code_row(int offset, float *row, int dim, float unit, float 
     memcpy(to, &factor, sizeof factor);
 }
 
-/* Is a kvc_prepare_fn once the type is a constant.  Finds the units of some rows first, as prepare_quantised does. */
+/* Rounds num_q query rows in place.  Finds some rows' units first, as the steps for one row wait for each other. */
 APART void prepare_codes(int type, float *q, int q_stride, int num_q, int dim, float scale) {
     float units[MANY_QUERIES];
     for (int first = 0; first < num_q; first += MANY_QUERIES) {
@@ -244,7 +244,7 @@ INLINE void score_code_rows(int type, const score_args *a, int num_q, int first,
     }
 }
 
-/* Is a kvc_score_fn once the type is a constant. */
+/* Scores n rows for num_q queries, some queries at a time: a kvc_score_fn, once the type is a constant. */
 APART void score_codes(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                        int64_t row_stride, int n, int dim, kvc_ahead next) {
     for (int some; num_q; num_q -= some) {

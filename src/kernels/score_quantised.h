@@ -148,7 +148,7 @@ INLINE void prepare_row(int type, float *row, int dim, float unit, float scale) 
     memcpy(q + scale_offset(dim), &product, sizeof product);
 }
 
-/* Finds the units of some rows first, as the steps for one row wait for each other. */
+/* Rounds num_q query rows in place.  Finds some rows' units first, as the steps for one row wait for each other. */
 INLINE void prepare(int type, float *q, int q_stride, int num_q, int dim, float scale) {
     float units[MANY_QUERIES];
     for (int first = 0; first < num_q; first += MANY_QUERIES) {
@@ -266,7 +266,7 @@ INLINE void score_quantised_rows(int num_q, int type, const score_args *a, kvc_a
     prefetch_rest(&p);
 }
 
-/* Is a kvc_score_fn once the type is a constant. */
+/* Scores n rows for num_q queries, some queries at a time: a kvc_score_fn, once the type is a constant. */
 INLINE void score_quantised(int type, float *scores, const float *q, int q_stride, int num_q, const void *rows,
                             int64_t row_stride, int n, int dim, kvc_ahead next) {
     for (int some; num_q; num_q -= some) {

@@ -247,7 +247,7 @@ APART void raise_exponent(float *exponent, float *sums, float *pieces, int num, 
     for (int i = 0; i < num; i += LANES) v_store(pieces + i, v_mul(v_load(pieces + i), by));
 }
 
-/* Is a kvc_weigh_pieces_fn.  Weights wait for the largest score only if a score is far above its exponent. */
+/* Turns a tile's scores into weights of pieces.  Raises a query's exponent first only if a score is far above it. */
 INLINE void weigh_pieces(float *pieces, int64_t stride, int first, const float *scores, int num_q, float *exponents,
                          float *sums) {
     for (int r = 0; r < num_q; r++, pieces += stride, scores += KVC_SCORES, sums += KVC_LANES) {

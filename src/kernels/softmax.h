@@ -102,7 +102,7 @@ INLINE void update_rows(int count, const float *maxima, const vec *totals, float
     v_store_some(sum, v_fma(v_load_some(sum, count), change, v_load_some(sums, count)), count);
 }
 
-/* Is a kvc_softmax_fn.  Works on LANES rows at a time, step by step, as the steps for one row wait for each other. */
+/* Takes a step of the softmax for num_q query rows, LANES at a time, as the steps for one row wait for each other. */
 INLINE void softmax_rows(float *scores, int num_q, int n, float *max, float *sum, float *factor, kvc_ahead next) {
     const int step = EXPS * LANES, padded = (n + step - 1) / step * step;
     prefetcher p = prefetch_begin(next, scores, num_q * (padded / KVC_LANES));

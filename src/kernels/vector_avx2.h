@@ -84,6 +84,7 @@ INLINE void v_store_8(void *p, vec x) {
     _mm_storel_epi64(p, _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1)));
 }
 
+/* Truncates 32 floats to bytes.  Packs work within halves, so the int32 are put in order afterwards. */
 INLINE code_bytes c_from_floats(const vec x[4]) {
     const __m256i low = _mm256_packs_epi32(_mm256_cvttps_epi32(x[0]), _mm256_cvttps_epi32(x[1])),
                   high = _mm256_packs_epi32(_mm256_cvttps_epi32(x[2]), _mm256_cvttps_epi32(x[3]));
@@ -139,6 +140,7 @@ INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
     return _mm256_and_ps(_mm256_mul_ps(x, power), _mm256_cmp_ps(y, least, _CMP_NLT_UQ));
 }
 
+/* Splits x into the integer below, but at least -127, and what is left, which is returned. */
 INLINE vec v_split_power(vec *x) {
     const vec limited = _mm256_max_ps(_mm256_set1_ps(-127), *x);
     *x = _mm256_floor_ps(limited);
@@ -302,6 +304,7 @@ INLINE ivec load_two(const char *p, ptrdiff_t stride) {
     return _mm256_set_m128i(_mm_loadu_si128((const void *)(p + 4 * stride)), _mm_loadu_si128((const void *)p));
 }
 
+/* Loads 16 bytes of eight rows, and transposes their int32: lane j of x[i] is number i of row j. */
 INLINE void i_load_rows(ivec x[4], const char *p, ptrdiff_t stride) {
     const char *q = next_row(p, stride), *r = next_row(q, stride), *s = next_row(r, stride);
     ivec a = load_two(p, stride), b = load_two(q, stride), c = load_two(r, stride), d = load_two(s, stride);
@@ -321,6 +324,7 @@ INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
     for (int i = 0; i < 2; i++) x[i] = _mm256_cvtph_ps(y[i]);
 }
 
+/* Loads elements of two rows as int16, the two of a column side by side; 4-bit codes: low halves to x[0]. */
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     if (kvc_is_8_bits(type)) {
         const __m128i a = load_16(p), b = load_16(q);

@@ -174,6 +174,7 @@ INLINE void split_bf16(vec x[2], __m512i both) {
 
 INLINE void v_load_apart(vec x[2], const void *p) { split_bf16(x, _mm512_loadu_si512(p)); }
 
+/* Moves the even lanes of x[0], then of x[1], to x[0], and the odd ones to x[1]. */
 INLINE void v_unzip(vec x[2]) {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const vec y = _mm512_permutex2var_ps(x[0], even, x[1]);
@@ -181,6 +182,7 @@ INLINE void v_unzip(vec x[2]) {
     x[0] = y;
 }
 
+/* Undoes v_unzip: puts the lanes of x[0] and x[1] in turns. */
 INLINE void v_zip(vec x[2]) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const vec y = _mm512_permutex2var_ps(x[0], low, x[1]);
@@ -195,6 +197,7 @@ INLINE vec v_evens_first(vec x) {
 
 INLINE vec v_load_twice(const void *p) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(p)); }
 
+/* Loads 16 elements of each of two rows: x[0] and x[1] get 8 of each row, the first ones or, of bf16, the even ones. */
 INLINE void v_load_pair(int type, vec x[2], const char *p, const char *q) {
     if (type == KVC_F32) {
         const vec a = v_keep(v_load(p)), b = v_keep(v_load(q));
@@ -210,6 +213,7 @@ INLINE void v_load_pair(int type, vec x[2], const char *p, const char *q) {
     }
 }
 
+/* Adds up each half of x[0 .. 8): first quarters, then the two quarters of a half, then puts sums in order. */
 INLINE vec v_sums(const vec x[LANES / 2]) {
     const vec a = add_quarters(x[0], x[1], x[2], x[3]), b = add_quarters(x[4], x[5], x[6], x[7]);
     const vec halves = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(2, 0, 2, 0)),
@@ -245,6 +249,7 @@ INLINE vec max_halves(vec x, vec y) {
                          _mm512_shuffle_f32x4(x, y, _MM_SHUFFLE(3, 1, 3, 1)));
 }
 
+/* Returns the largest lanes of x[0 .. count), a lane each: first of quarters, then of all. */
 INLINE vec v_max_lanes(const vec x[LANES], int count) {
     const vec first = max_quarters(x), low = max_halves(first, count > 4 ? max_quarters(x + 4) : first);
     if (count <= 8) return max_halves(low, low);
@@ -394,6 +399,7 @@ INLINE void i_load_long_rows(ivec x[8], const char *p, ptrdiff_t stride) {
     }
 }
 
+/* Loads 16 bytes of four rows, and puts the four bytes of each column side by side. */
 INLINE ivec i_load_quad(const char *p, ptrdiff_t stride, int swaps) {
     const __m512i in_turns = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m128i swapped = _mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
@@ -421,6 +427,7 @@ INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
     for (int i = 0; i < 2; i++) x[i] = _mm512_cvtph_ps(_mm256_set_m128i(high[i], low[i]));
 }
 
+/* Loads 32 elements of two rows as int16, the two of a column side by side; 4-bit codes: low halves to x[0]. */
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     if (kvc_is_8_bits(type)) {
         const __m256i a = load_32(p), b = load_32(q);

@@ -176,6 +176,7 @@ INLINE vec v_scale(vec x, vec scale, vec y, vec least) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(x, power)), vcltq_f32(y, least)));
 }
 
+/* Splits x into the integer below, but at least -127, and what is left, which is returned. */
 INLINE vec v_split_power(vec *x) {
     const vec limited = v_max(vdupq_n_f32(-127), *x);
     *x = vrndmq_f32(limited);
@@ -258,6 +259,7 @@ INLINE void i_store_16(int16_t *p, vec x, vec y) {
     memcpy(p, &packed, sizeof packed);
 }
 
+/* Truncates 32 floats to bytes: to int32, then to int16, then to bytes. */
 INLINE code_bytes c_from_floats(const vec x[8]) {
     uint8x16_t halves[2];
     code_bytes both;
@@ -359,6 +361,7 @@ INLINE void v_load_scales(vec x[2], const char *p, ptrdiff_t stride) {
     for (int i = 0; i < 2; i++) x[i] = v_load_f16(bits[i]);
 }
 
+/* Loads 8 elements of two rows as int16, the two of a column side by side; 4-bit codes: low halves to x[0]. */
 INLINE void i_load_pairs(int type, ivec x[2], const void *p, const void *q) {
     const size_t bytes = kvc_is_8_bits(type) ? 8 : 4;
     uint64_t one = 0, two = 0;
@@ -407,6 +410,7 @@ INLINE ivec i_xor(ivec x, ivec y) { return veorq_s32(x, y); }
 
 INLINE ivec i_of_bits(vec x) { return vreinterpretq_s32_f32(x); }
 
+/* Loads 4 bytes of four rows, and puts the four bytes of each column side by side, perhaps rows 1 and 2 swapped. */
 INLINE ivec i_load_quad(const char *p, ptrdiff_t stride, int swaps) {
     const char *const second = p + (swaps ? 2 : 1) * stride, *const third = p + (swaps ? 1 : 2) * stride;
     const uint8x8_t even = vzip1_u8(load_bytes(p), load_bytes(third)),
