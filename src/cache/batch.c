@@ -1,4 +1,6 @@
-/* batch.c: makes a batch: its arrays, its trees, its sequences. */
+/* batch.c: makes a batch.  Tokens with parents form trees: a token attends to its ancestors in the batch.  batch->order
+ * lists the tokens by sequence.  In a group with a stride of n, only each n-th position has a row.  batch->strided
+ * lists the tokens with a row for each such group, a sequence's from member->first on. */
 #include "cache/batch.h"
 
 #include <string.h>
@@ -101,15 +103,16 @@ kvc_batch *kvc_batch_new(kvc_cache *cache, int32_t num_tokens, const int32_t *gi
     return batch;
 }
 
-/* Lists the tokens of sequence s that get a row in group g, which has a stride. */
+/* Lists the tokens of sequence s that get a row in group g, which has a stride.  Other tokens get no place. */
 static void list_strided(const kvc_batch *batch, int32_t g, int32_t s) {
     const kvc_batch_sequence *member = &batch->sequences[s];
     const kvc_pool *pool = &batch->cache->pools[g];
-    int32_t *order = batch->strided + (size_t)pool->strided * (size_t)batch->num_tokens + member->first, num = 0;
+    int32_t *in_group = batch->strided + (size_t)pool->strided_index * (size_t)batch->num_tokens;
+    int32_t num = 0;
     for (int32_t i = 0; i < member->num_tokens; i++) {
         const int32_t t = batch->order[member->first + i];
         if (kvc_has_row_at(batch->positions[t], pool->stride))
-            order[num++] = t;
+            in_group[member->first + num++] = t;
         else
             kvc_places_in(batch, g)[t] = (kvc_place){NULL, -1};
     }
@@ -124,7 +127,7 @@ void kvc_batch_list_rows(kvc_batch *batch) {
         }
 }
 
-/* Adds a sequence to the table: the reserved one, or a new one; returns NULL if out of memory. */
+/* Adds a sequence to the table: the one that kvc_reserve made, or a new one.  Returns NULL if out of memory. */
 static kvc_sequence *new_sequence(kvc_batch *batch, int64_t seq_id) {
     kvc_cache *cache = batch->cache;
     kvc_sequence *sequence = cache->sequences.reserved;
@@ -155,7 +158,7 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unst
     if (!sequence && !(sequence = new_sequence(batch, seq_id))) return -1;
     if (!sequence->in_batch) {
         const int32_t s = batch->num_sequences++;
-        sequence->in_batch = s + 1;
+        sequence->in_batch = s + 1; /* 0: not in the batch */
         const int is_empty = kvc_sequence_is_empty(sequence);
         kvc_batch_sequence *member = &batch->sequences[s];
         *member = (kvc_batch_sequence){.sequence = sequence,
@@ -166,7 +169,7 @@ int32_t kvc_batch_add_sequence(kvc_batch *batch, int64_t seq_id, int32_t is_unst
         for (int32_t g = 0; g < batch->cache->num_groups; g++)
             *kvc_pending_of(batch, g, s) =
                 (kvc_pending){.capacity_before = sequence->runs[g].capacity, .to = find_destination(batch, g)};
-        sequence->min_query_position = is_empty ? INT32_MAX : kvc_min_query_position(sequence);
+        sequence->min_query_position = is_empty ? INT32_MAX : kvc_min_query_position(sequence); /* tokens lower it */
         kvc_cache_mark_changed(batch->cache, sequence);
     }
     return sequence->in_batch - 1;

@@ -77,7 +77,7 @@ struct kvc_batch {
     int32_t *subtree_size; /* [num_tokens] number of descendants, and 1 for the token itself */
     int32_t *sequence_of;  /* [num_tokens] index into sequences */
     int32_t *order;        /* [num_tokens] tokens sorted by sequence, those of a sequence in the order given */
-    int32_t *strided;      /* [groups with a stride][num_tokens] the same, of tokens with a row: kvc_order_in */
+    int32_t *strided;      /* [groups with a stride][num_tokens] as `order`, of tokens with a row: kvc_order_in */
     kvc_batch_sequence *sequences; /* [num_sequences] */
     kvc_place *places;             /* [num_groups][num_tokens] */
     kvc_pending *pending;          /* [num_sequences][num_groups] */
@@ -103,7 +103,7 @@ static inline kvc_pending *kvc_pending_of(const kvc_batch *batch, int32_t g, int
  * batch->sequences[s].first on. */
 static inline const int32_t *kvc_order_in(const kvc_batch *batch, int32_t g) {
     const kvc_pool *pool = &batch->cache->pools[g];
-    return pool->stride == 1 ? batch->order : batch->strided + (size_t)pool->strided * (size_t)batch->num_tokens;
+    return pool->stride == 1 ? batch->order : batch->strided + (size_t)pool->strided_index * (size_t)batch->num_tokens;
 }
 
 /* Returns the places of all tokens in group g. */

@@ -1,4 +1,7 @@
-/* cache.c: the upkeep of a cache's sequences: see cache.h. */
+/* cache.c: the upkeep of a cache's sequences, and scratch memory.  A kept sequence has rows for later prompts, and may
+ * be evicted unless it is protected (within a prefix's quota) or pinned.  A hidden one has an id that no call can name.
+ * A blank sequence holds no rows, and none has expired.  A follower keeps note of a sequence, and is told when it ends.
+ * Changed sequences are those in which the next batch looks for rows to expire.  Callers hold the mutex. */
 #include "cache/cache.h"
 
 #include "cache/useful.h"
@@ -12,6 +15,7 @@ void kvc_lock_late(kvc_cache *cache) {
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence) {
     if (sequence->evicting.is_kept) return;
     const int32_t has_rows = kvc_sequence_holds(sequence), holds = has_rows && !sequence->call.is_own;
+    /* It is not kept, so if it has rows it is among those that cannot be evicted (table->fixed). */
     if (sequence->evicting.is_fixed != has_rows) kvc_table_list(&cache->sequences, sequence, has_rows);
     cache->sequences.num_holding += holds - sequence->holds;
     sequence->holds = holds;
@@ -40,12 +44,13 @@ void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call) {
 
 /* ---- kept sequences ------------------------------------------------------------------------------------------ */
 
-/* Sorts an evictable sequence by its last use. */
+/* Puts an evictable sequence into the sets that are sorted by last use. */
 static void sort(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_sequence_sort(&cache->evicting.evictable, sequence, KVC_BY_USE);
     kvc_useful_add(cache, sequence);
 }
 
+/* Makes a sequence evictable or not: in the counts of its rows' blocks, and in the sets of sequences. */
 static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_evictable) {
     if (sequence->evicting.is_evictable == is_evictable) return;
     sequence->evicting.is_evictable = is_evictable;
@@ -123,7 +128,7 @@ void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence) {
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old) {
     if (old) {
         kvc_cache_drop(cache, old);
-        sequence->edited_from = 0;
+        sequence->edited_from = 0; /* under this id, all rows have changed */
     }
     kvc_cache_enter(cache, sequence);
     kvc_cache_after_edit(cache, sequence);
@@ -144,7 +149,7 @@ void kvc_cache_set_aside(kvc_cache *cache, kvc_sequence *sequence) {
 
 void kvc_cache_drop(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_follower *follower = sequence->follower;
-    sequence->follower = NULL; /* which is told once, at the end */
+    sequence->follower = NULL; /* the follower is told once, at the end */
     kvc_cache_unmark_changed(sequence);
     cache->sequences.num_holding -= sequence->holds;
     if (sequence->evicting.is_kept) kvc_cache_stop_keeping(cache, sequence);
@@ -167,7 +172,7 @@ void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence) {
 }
 
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position) {
-    for (int32_t g = 0; g < cache->num_token_groups; g++) {
+    for (int32_t g = 0; g < cache->num_token_groups; g++) { /* expired rows are lost; those of other groups, missing */
         const kvc_interval lost = sequence->runs[g].lost, missing = sequence->runs[g].missing;
         if (kvc_policy_sees(&cache->policies[g], position, lost.begin, lost.end)) return 1;
         if (missing.end && kvc_policy_sees(&cache->policies[g], position, missing.begin, missing.end)) return 1;
@@ -183,7 +188,7 @@ void *kvc_scratch_take(kvc_cache *cache, uint64_t *size, int32_t *is_new) {
         if (cache->scratch[i].size >= *size && (best < 0 || cache->scratch[i].size < cache->scratch[best].size))
             best = i;
     if (is_new) *is_new = best < 0;
-    if (best < 0) { /* larger, to serve the next batch, which may need a little more */
+    if (best < 0) { /* allocates a quarter more: the next batch may need a little more */
         *size = kvc_align_up(*size + *size / 4, 4096);
         return kvc_memory_alloc(&cache->memory, *size, KVC_MEMORY_SCRATCH, -1);
     }

@@ -176,14 +176,15 @@ static inline void kvc_cache_poll_timer(const kvc_cache *cache, double work, kvc
 void kvc_cache_mark_changed(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_unmark_changed(kvc_sequence *sequence);
 
-/* Marks a sequence as changed at the end of an edit, and frees it if it is blank. */
+/* Marks a sequence as changed at the end of an edit, and frees it if it is blank: it has neither rows nor expired
+ * ones. */
 void kvc_cache_after_edit(kvc_cache *cache, kvc_sequence *sequence);
 
 /* Marks the sequence with an id, if it exists, as the running call's own (1), or as any other (0). */
 void kvc_cache_set_in_call(kvc_cache *cache, int64_t id, int32_t in_call);
 
-/* Inserts a new sequence into the table.  kvc_cache_insert also marks it as changed.  It takes the place of `old`, if
- * that is not NULL, and is freed if it is blank. */
+/* Inserts a new sequence into the table.  kvc_cache_insert first drops `old`, whose place it takes (NULL: none).  Then
+ * it marks the new sequence as changed, and frees it if it holds no rows and none have expired. */
 void kvc_cache_enter(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_insert(kvc_cache *cache, kvc_sequence *sequence, kvc_sequence *old);
 
@@ -210,7 +211,7 @@ static inline int kvc_is_evicted_in(const kvc_cache *cache, const kvc_sequence *
            (sequence->evicting.fate == KVC_LOSES_WINDOWS && kvc_policy_expires(&cache->policies[g]));
 }
 
-/* Returns an id that names nothing, and that no such call has returned before. */
+/* Returns an id that names nothing, and that this function has not returned before. */
 int64_t kvc_cache_new_id(kvc_cache *cache);
 
 /* Takes a blank sequence out of the table, as the reserved one; there must be none. */
@@ -222,7 +223,7 @@ void kvc_cache_drop(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_drop_blank(kvc_cache *cache, kvc_sequence *sequence);
 void kvc_cache_drop_all(kvc_cache *cache);
 
-/* Returns whether a query of the sequence at `position`, or a later one, would miss rows: expired, or not replaced. */
+/* Returns whether a query of the sequence at `position`, or a later one, would miss rows: lost or missing ones. */
 int32_t kvc_cache_misses(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position);
 
 /* ---- scratch: memory for the length of a call or a batch, with the mutex held; some is reused ---------------------

@@ -1,4 +1,6 @@
-/* check.c: checks that several public functions make: see check.h. */
+/* check.c: checks that several public functions make.  A batch that restores (batch->replaced is not NULL) replaces
+ * rows of some groups.  Rows that have expired are lost.  Rows that other groups have, and a group lacks since such a
+ * batch, are missing.  An axis is a dimension of a caller's array, from the innermost outwards. */
 #include "cache/check.h"
 
 #include "base/dtype.h"
@@ -58,8 +60,8 @@ kvc_status kvc_check_values(const kvc_layer *layer, const void *k, const void *v
 /* Checks that no two rows overlap.  Goes through the axes by rising strides: each must leave room for the entries of
  * those before.  Numbers that overflow belong to no array that fits in memory. */
 static kvc_status check_apart(const kvc_array *a, int num_axes, uint64_t row_bytes) {
-    uint64_t extent = row_bytes; /* of the entries of the axes so far */
-    for (int done = 0, i = 0; i < num_axes; i++) {
+    uint64_t extent = row_bytes;                   /* of the entries of the axes so far */
+    for (int done = 0, i = 0; i < num_axes; i++) { /* done: bit j is set once axis j was looked at */
         int next = -1;
         uint64_t step = UINT64_MAX;
         for (int j = 0; j < num_axes; j++) {
@@ -88,6 +90,7 @@ static kvc_status fail_type(const kvc_array *a) {
 }
 
 kvc_status kvc_resolve_array(const kvc_array *a) {
+    /* Raw rows have the type in which the layer stores them. */
     const int is_float = a->type >= 0 && a->type < KVC_FLOAT_TYPES, is_raw = !a->element_bytes && !is_float;
     if (is_raw && a->type != a->stored && (a->data || a->is_output)) return fail_type(a);
     if (!a->data || a->length <= 0) return KVC_OK;
@@ -99,7 +102,7 @@ kvc_status kvc_resolve_array(const kvc_array *a) {
     for (; num_axes < KVC_MOST_AXES && a->axes[num_axes].num > 0; num_axes++) {
         const kvc_axis *axis = &a->axes[num_axes];
         if (!*axis->stride) *axis->stride = (int64_t)within;
-        if (*axis->stride & (unit - 1)) /* a power of two */
+        if (*axis->stride & (unit - 1)) /* it is no multiple of `unit`, a power of two */
             return kvc_fail(KVC_ERR_INVALID, "%s: %s is %lld bytes: it must be a multiple of an element's %lld",
                             a->name, axis->name, (long long)*axis->stride, (long long)unit);
         within = (uint64_t)*axis->stride * (uint64_t)axis->num;
@@ -134,7 +137,7 @@ kvc_status kvc_resolve_range(const kvc_batch *batch, int32_t first, int32_t *num
     return KVC_OK;
 }
 
-/* Returns the first position from which on no token of the sequence sees lost rows. */
+/* Returns the first position from which on no token of the sequence sees lost or missing rows; INT32_MAX: none. */
 static int32_t first_safe(const kvc_cache *cache, const kvc_sequence *sequence) {
     int32_t begin = 0, end = INT32_MAX;
     while (begin < end) {
@@ -165,8 +168,7 @@ kvc_status kvc_check_groups(const kvc_cache *cache, const uint8_t *flags, const 
     return KVC_OK;
 }
 
-/* Returns KVC_ERR_GONE if a token at `position` would see rows below position `end` that its groups are missing, since
- * a batch replaced others (kvc_run_list.missing). */
+/* Returns KVC_ERR_GONE if a token at `position` would see missing rows below position `end`. */
 static kvc_status check_missing(const kvc_cache *cache, const kvc_sequence *sequence, int32_t position, int32_t end) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const int32_t g = cache->group_of[layer], stride = cache->pools[g].stride;
@@ -267,6 +269,6 @@ static kvc_status check_closed(const kvc_cache *cache, const char *what) {
 kvc_status kvc_check_closed(kvc_cache *cache, const char *what) {
     kvc_status status = check_closed(cache, what);
     while (status == KVC_OK && kvc_cache_wait_copies(cache))
-        status = check_closed(cache, what); /* waiting released the mutex */
+        status = check_closed(cache, what); /* again: waiting released the mutex */
     return status;
 }

@@ -14,11 +14,11 @@ kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer, int needs_
 /* Returns KVC_ERR_INVALID if the layer has no rows of its own. */
 kvc_status kvc_check_own_rows(const kvc_cache *cache, int32_t layer);
 
-/* Returns KVC_ERR_INVALID also if the batch restores other layers than this one. */
+/* Returns KVC_ERR_INVALID if the layer has no rows of its own, or the batch restores other layers than this one. */
 kvc_status kvc_check_takes_rows(const kvc_batch *batch, int32_t layer);
 
-/* Checks that a batch may choose rows by a layer: as kvc_check_attention does, and KVC_ERR_UNSUPPORTED unless it holds
- * keys alone. */
+/* Checks that a batch may choose rows by a layer: what kvc_check_attention checks.  Also returns KVC_ERR_UNSUPPORTED
+ * unless the layer holds keys alone. */
 kvc_status kvc_check_choosing(const kvc_batch *batch, int32_t layer);
 
 /* Returns KVC_ERR_INVALID unless k is given, and v exactly where the layer stores values apart from its keys. */
@@ -81,8 +81,8 @@ kvc_status kvc_check_not_kept(const kvc_sequence *sequence);
 /* Returns KVC_ERR_BUSY if a batch is open or keys are being rewritten; `what`, for the message, cannot be done then. */
 kvc_status kvc_check_no_batch(const kvc_cache *cache, const char *what);
 
-/* Checks the same, and returns KVC_ERR_HELD while views are held, as their rows must not move.  Waits for calls that
- * read or write rows without the mutex. */
+/* Checks what kvc_check_no_batch does, and returns KVC_ERR_HELD while views are held, as their rows must not move.
+ * Waits for calls that read or write rows without the mutex. */
 kvc_status kvc_check_closed(kvc_cache *cache, const char *what);
 
 #endif

@@ -1,4 +1,4 @@
-/* config.c: checks a caller's kvc_config: see config.h. */
+/* config.c: checks a caller's kvc_config and its layers.  The caller may have another version of these structs. */
 #include "cache/config.h"
 
 #include "base/dtype.h"
@@ -196,8 +196,8 @@ static int32_t rows_left(int32_t num_rows, int32_t block_size) {
     return left < block_size - block_size / 16 ? left : 0;
 }
 
-/* Returns the size of blocks for a single sequence of quantised rows: that with the fewest rows in a last block that
- * stays rather empty, and of several the longest. */
+/* Returns the size of blocks for a single sequence of quantised rows: the one that leaves the fewest rows in a last
+ * block that stays rather empty (rows_left).  Of several it is the longest. */
 static int32_t long_block_size(int32_t max_seq_len) {
     int32_t best = LONG_BLOCK;
     if (max_seq_len <= LONG_BLOCK) return max_seq_len;

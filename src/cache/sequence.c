@@ -1,4 +1,12 @@
-/* sequence.c: a sequence, and the table of all sequences: see sequence.h. */
+/* sequence.c: a sequence, and the table of all sequences.
+ *
+ * Exact rows follow from the sequence's tokens alone: those below position exact_to.  Rows from edited_from on were
+ * changed or dropped since it was last set to INT32_MAX.  In a group with a stride, lists have numbers of rows in place
+ * of positions (rows/stride.h).  Expired rows are lost; missing ones are rows that other groups have.  Hidden sequences
+ * have ids that no call can name, and come behind the others.
+ *
+ * kvc_sequence.links has a place in a tree for each key: KVC_BY_ID in the table, and KVC_BY_USE among the evictable
+ * sequences or among the fixed ones, which hold rows and are not evictable. */
 #include "cache/sequence.h"
 
 #include "base/status.h"
@@ -84,7 +92,7 @@ int32_t kvc_sequence_next(const kvc_sequence *sequence) {
     return next;
 }
 
-/* Returns the larger of `found` and the end of a range, as far as that lies below `end`. */
+/* Returns the larger of `found` and the end of the part of [from, to) that lies below `end`. */
 static int32_t reach(int32_t found, int32_t from, int32_t to, int32_t end) {
     to = kvc_lower(to, end);
     return from < end && to > found ? to : found;
@@ -103,7 +111,8 @@ int32_t kvc_sequence_num_exact(const kvc_sequence *sequence) {
     const int32_t next = kvc_sequence_next(sequence);
     int32_t num = sequence->exact_to;
     if (num >= next) return next;
-    for (int32_t g = 0; g < sequence->num_token_groups; g++) /* groups with a stride lack rows of the last tokens */
+    /* Groups with a stride do not count: they lack rows of the last tokens. */
+    for (int32_t g = 0; g < sequence->num_token_groups; g++)
         if (sequence->pools[g].stride == 1) num = end_below(&sequence->runs[g], num);
     return num;
 }
@@ -131,7 +140,7 @@ void kvc_sequence_note_edit(kvc_sequence *sequence, int32_t position, int32_t ex
 }
 
 void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_before) {
-    /* A mark behind all rows (kvc_mark_inexact) is of rows to come, and stays. */
+    /* No inexact row is left.  A mark behind all rows (kvc_mark_inexact) is of rows to come, and stays. */
     if (sequence->exact_to >= kvc_sequence_next(sequence) && sequence->exact_to < next_before)
         sequence->exact_to = INT32_MAX;
     kvc_sequence_note_edit(sequence, length, INT32_MAX);
@@ -139,7 +148,7 @@ void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_
 
 /* ---- sorted sequences, and the table of all ---------------------------------------------------------------------- */
 
-/* Returns the sequence with a place in a set by a key; NULL if the place is. */
+/* Returns the sequence whose links[by] these are; NULL if they are NULL. */
 static kvc_sequence *at(kvc_links *links, kvc_key by) { return links ? (void *)(links - by) : NULL; }
 
 static const kvc_sequence *seen_at(const kvc_links *links, kvc_key by) { return (const void *)(links - by); }

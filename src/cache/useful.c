@@ -1,4 +1,8 @@
-/* useful.c: which evictable sequences free slots: see useful.h. */
+/* useful.c: which evictable sequences free slots once they are evicted.  A sequence is useful in a group if it holds
+ * slots there that only evictable sequences hold.  Its standing in a group is either in the pool's set of useful ones,
+ * sorted by last use, or in a list of useless ones.  That is the list of its block if it has a single run, otherwise
+ * the list of the pool; then all blocks with its runs count it as a watcher.  So a block whose slots have become free
+ * to evict finds the sequences that may have become useful. */
 #include "cache/useful.h"
 
 /* ---- lists of useless standings --------------------------------------------------------------------------------- */
@@ -6,7 +10,7 @@
 /* Returns the block of a list's only run; NULL if there are several. */
 static kvc_block *block_of(const kvc_run_list *list) { return list->num == 1 ? kvc_runs_begin(list)->block : NULL; }
 
-/* Adds to the number of sequences in the list of the pool that have rows in these blocks. */
+/* Adds to the number of watchers of each block in which the runs lie. */
 static void watch(const kvc_run_list *list, int32_t add) {
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
         run->block->evicting.num_watchers += add;
@@ -55,13 +59,13 @@ kvc_sequence *kvc_useful_after(const kvc_sorted *useful, int64_t used) {
 
 /* ---- sequences --------------------------------------------------------------------------------------------------- */
 
-static int is_useful(const kvc_run_list *list) {
+static int is_useful(const kvc_run_list *list) { /* once its sequence goes, a slot is free */
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
         if (kvc_pool_frees(run->block, run->slot, run->count)) return 1;
     return 0;
 }
 
-/* Makes standings useful that are in a list of useless ones: those whose sequence frees a slot again, or all. */
+/* Makes standings of a list of useless ones useful: those whose sequence frees a slot again or, with `all`, each. */
 static void wake_list(kvc_pool *pool, kvc_standing *list, int all) {
     for (kvc_standing *standing = list, *next; standing; standing = next) {
         next = standing->next;
@@ -71,18 +75,20 @@ static void wake_list(kvc_pool *pool, kvc_standing *list, int all) {
     }
 }
 
+/* Does what wake_list does for sequences that may have rows in a block. */
 static void wake(kvc_pool *pool, kvc_block *block, int all) {
     wake_list(pool, block->evicting.useless, all);
     if (block->evicting.num_watchers) wake_list(pool, pool->evicting.useless, all);
 }
 
+/* Called when slots of a block have come to be held by evictable sequences alone. */
 static void freed(kvc_pool *pool, kvc_block *block) { wake(pool, block, 0); }
 
 void kvc_useful_init(kvc_pool *pool) { pool->evicting.freed = freed; }
 
 /* Put a sequence that frees a state into the set of these, and take it out. */
 static void sort_state(kvc_cache *cache, kvc_sequence *sequence) {
-    kvc_standing *standing = &sequence->evicting.standings[cache->num_token_groups];
+    kvc_standing *standing = &sequence->evicting.standings[cache->num_token_groups]; /* the one behind all groups' */
     *standing = (kvc_standing){.sequence = sequence};
     kvc_sorted_add(&cache->evicting.with_states, &standing->links, is_used_later);
 }
@@ -130,7 +136,7 @@ int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence) {
     kvc_standing *standing = &sequence->evicting.standings[pool->group];
     if (!standing->sequence || standing->at) return 0;
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++)
-        if (run->block->evicting.choice == pool->evicting.num_choices ||
+        if (run->block->evicting.choice == pool->evicting.num_choices || /* kvc_useful_beside marked the block */
             kvc_pool_frees(run->block, run->slot, run->count))
             return 1;
     kvc_sorted_remove(&pool->evicting.useful, &standing->links);

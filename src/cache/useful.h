@@ -36,7 +36,7 @@ kvc_sequence *kvc_useful_after(const kvc_sorted *useful, int64_t used);
 /* Returns whether a sequence that kvc_useful_after has found is useful still; if not, it is found no more. */
 int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence);
 
-/* Visits rows that a call drops before it evicts others: who holds their block counts as useful until
+/* Visits rows that a call drops before it evicts others: sequences with rows in the same block count as useful until
  * pool->evicting.num_choices rises.  A kvc_part_fn whose context is the pool. */
 void kvc_useful_beside(void *context, const kvc_run *part);
 

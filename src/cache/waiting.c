@@ -1,4 +1,6 @@
-/* waiting.c: calls that wait for each other: see waiting.h. */
+/* waiting.c: calls that wait for each other.  Without the mutex, readers copy rows, and writers in place change rows of
+ * one sequence where they lie.  A polling call is in a function of the caller, and no reader meanwhile.  A gradual call
+ * drops kept blocks bit by bit.  A rewrite copies rows.  A waiter is a call that waits to begin a batch. */
 #include "cache/waiting.h"
 
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {
@@ -25,8 +27,8 @@ void kvc_cache_end_in_place(kvc_cache *cache, kvc_sequence *sequence) {
     kvc_signal_all(&cache->waiting.idle);
 }
 
-/* Waits behind calls that wait for others.  If these may wait for a poll, goes first, as the poll may wait for this
- * call. */
+/* Waits behind calls that wait for readers (num_waiting).  Goes first while a call polls: those calls may wait for the
+ * poll, and the poll for this call. */
 static void queue(kvc_cache *cache) {
     while (cache->waiting.num_waiting && !cache->waiting.polling) kvc_signal_wait(&cache->waiting.idle, &cache->mutex);
 }
@@ -60,7 +62,7 @@ void kvc_cache_end_polling(kvc_cache *cache, kvc_polling *polling) {
     cache->waiting.num_readers++;
 }
 
-/* Whether a call reads or writes rows that this thread is to wait for. */
+/* Whether calls read or write rows, or poll, for which this thread is to wait: not for a poll that it runs itself. */
 static int is_at_work(const kvc_cache *cache) {
     return cache->waiting.num_readers || cache->waiting.num_in_place ||
            (cache->waiting.polling && !kvc_cache_is_polling(cache));
@@ -111,7 +113,8 @@ void kvc_cache_give_way(kvc_cache *cache) {
 
 int kvc_may_begin(const kvc_cache *cache, const kvc_waiter *waiter) {
     const kvc_waiter *first = cache->waiting.waiters;
-    const int is_next = first == waiter || (!waiter && kvc_thread_is_self(first->thread)); /* its poll calls */
+    /* It is first, or (a call without a waiter) nobody waits, or the first is a call whose poll makes this call. */
+    const int is_next = first == waiter || (!waiter && kvc_thread_is_self(first->thread));
     return !cache->batch && !cache->waiting.num_rewrites && is_next;
 }
 
@@ -134,7 +137,7 @@ kvc_status kvc_waiter_join(kvc_cache *cache, kvc_waiter *waiter, int64_t timeout
     *waiter = (kvc_waiter){.thread = kvc_thread_self(), .deadline = INT64_MAX, .timeout_ms = timeout_ms};
     if (timeout_ms >= 0 && timeout_ms < (INT64_MAX - now) / ms) waiter->deadline = now + timeout_ms * ms;
     if (kvc_signal_init(&waiter->signal)) return kvc_fail(KVC_ERR_NOMEM, "out of memory to wait for a batch");
-    kvc_waiter **place = &cache->waiting.waiters;
+    kvc_waiter **place = &cache->waiting.waiters; /* the end, or before a call whose poll this is */
     while (*place && !kvc_thread_is_self((*place)->thread)) place = &(*place)->next;
     waiter->next = *place;
     *place = waiter;

@@ -50,7 +50,7 @@ int kvc_cache_wait_copies(kvc_cache *cache);
 void kvc_cache_begin_gradual(kvc_cache *cache);
 void kvc_cache_end_gradual(kvc_cache *cache);
 
-/* Waits until there are neither readers, nor writers in place, nor such calls. */
+/* Waits until there are neither readers, nor writers in place, nor gradual calls. */
 void kvc_cache_wait_all(kvc_cache *cache);
 
 /* Lets a waiting thread have the mutex.  A thread that unlocks it and soon locks it again usually gets it before a

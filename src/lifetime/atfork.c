@@ -4,8 +4,7 @@
  * calls that forget sequences, or a prompt, a few blocks at a time.  So in the child nothing is half done, and no mutex
  * belongs to a thread that does not exist there.  Only here is a cache locked while another cache, or the list of
  * caches, is locked.  Rewrites of keys by a function of the caller, which may do anything, are not waited for: the
- * child undoes them.
- */
+ * child undoes them. */
 #include "lifetime/atfork.h"
 
 #include "base/openmp.h"
@@ -53,11 +52,11 @@ static void undo_rewrite(kvc_cache *cache, kvc_sequence *sequence) {
     cache->waiting.num_rewrites--;
 }
 
-/* Undoes the rewrites that the parent's other threads had begun, and forgets the sequences of their calls. */
+/* Undoes the rewrites that the parent's other threads had begun, and drops sequences that belong to their calls. */
 static void end_edits(kvc_cache *cache) {
     const kvc_table *table = &cache->sequences;
     for (kvc_sequence *sequence = kvc_table_last(table), *before; sequence; sequence = before) {
-        before = kvc_table_before(table, sequence); /* a sequence may take hidden ones, which stand behind, along */
+        before = kvc_table_before(table, sequence); /* dropping it may drop hidden ones, which stand behind it */
         if (kvc_thread_is_self(sequence->call.thread)) continue;
         if (sequence->call.is_rewriting) undo_rewrite(cache, sequence);
         if (sequence->call.is_own) kvc_cache_drop(cache, sequence);
@@ -97,7 +96,8 @@ static void end_work(kvc_batch *batch) {
     }
 }
 
-/* Ends the calls of other threads that wait to begin a batch.  This thread's poll may return. */
+/* Takes calls of other threads out of the list of those that wait to begin a batch.  A call of this thread stays: its
+ * poll, which called fork(), may return to it. */
 static void end_waiters(kvc_cache *cache) {
     for (kvc_waiter **link = &cache->waiting.waiters, *waiter; (waiter = *link);)
         if (kvc_thread_is_self(waiter->thread))
@@ -110,11 +110,11 @@ static void end_waiters(kvc_cache *cache) {
 static void in_child(void) {
     kvc_threads_forked();
     for (kvc_cache *cache = caches; cache; cache = cache->next) {
-        kvc_signal_init(&cache->waiting.idle); /* it may count waiting threads of the parent */
+        kvc_signal_init(&cache->waiting.idle); /* anew: it may count waiting threads of the parent */
         cache->waiting.num_waiting = 0;
         atomic_store(&cache->waiting.num_locking, 0);
         end_waiters(cache);
-        cache->memory.works = NULL; /* done by threads of the parent, which were between two steps */
+        cache->memory.works = NULL; /* of threads of the parent, which were between two steps of a work on pages */
         if (cache->batch) end_work(cache->batch);
         kvc_snapshots_forked(cache);
         end_carriers(cache);

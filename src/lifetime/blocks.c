@@ -1,4 +1,5 @@
-/* blocks.c: kvc_blocks: lists the blocks of a layer group with the runs in them. */
+/* blocks.c: kvc_blocks: lists a group's blocks, and the runs in them.  Slots are held by runs of the table's sequences,
+ * of sequences that are being loaded, of the open batch, and of unfinished puts to cross-attention layers. */
 #include "lifetime/blocks.h"
 #include "cache/check.h"
 #include "rows/stride.h"
@@ -81,7 +82,7 @@ kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, s
     const kvc_pool *pool = &cache->pools[g];
     kvc_lock(cache);
     for (const kvc_block *block = pool->first; block; block = block->listed.later) add_block(&block_list, pool, block);
-    kvc_visit_runs(cache, g, add_runs, &run_list, 0);
+    kvc_visit_runs(cache, g, add_runs, &run_list, 0); /* without sequences that are being loaded */
     *num_blocks = block_list.num;
     *num_runs = run_list.num;
     return kvc_unlock(cache, KVC_OK);

@@ -1,4 +1,6 @@
-/* clone.c: kvc_cache_clone: makes an independent cache with the same contents. */
+/* clone.c: kvc_cache_clone: makes an independent cache with the same contents.  A twin is a block and its copy.  With
+ * the mutex held, the blocks of the clone and its lists of runs are made, and the original's blocks pinned.  Then rows
+ * are copied without it.  A region is the keys, or values, scales or sketches, of one head of one layer. */
 #include <string.h>
 
 #include "base/parallel.h"
@@ -21,7 +23,7 @@ typedef struct cloning {
     int64_t num_twins, num_regions; /* num_regions: the most in a group */
 } cloning;
 
-/* Returns whether the clone has the sequence: it lacks what no id names. */
+/* Returns whether the clone has the sequence: it lacks sequences that no caller can name. */
 static int is_cloned(const kvc_sequence *sequence) { return !sequence->is_hidden && !sequence->call.is_own; }
 
 /* Makes an empty cache of the same configuration. */
@@ -74,7 +76,7 @@ static kvc_status reserve_blocks(cloning *c) {
     twin *twins = c->twins;
     int32_t reserved;
     for (int32_t g = 0; status == KVC_OK && g < c->from->num_groups; twins += c->from->pools[g++].num_blocks)
-        status = kvc_pool_reserve(&c->to->pools[g], find_fills(c, g, twins), &reserved);
+        status = kvc_pool_reserve(&c->to->pools[g], find_fills(c, g, twins), &reserved); /* freed with the clone */
     return status;
 }
 
@@ -153,7 +155,7 @@ static void copy_bookkeeping(cloning *c) {
         if (num_blocks) twins += num_blocks; /* NULL where there are no blocks at all */
     }
     for (kvc_sequence *to = kvc_table_last(table), *before; to; to = before) {
-        before = kvc_table_before(table, to);
+        before = kvc_table_before(table, to); /* first, as a blank sequence is freed */
         kvc_cache_after_edit(c->to, to);
     }
 }

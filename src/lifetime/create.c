@@ -1,4 +1,6 @@
-/* create.c: kvc_cache_new and kvc_cache_free. */
+/* create.c: kvc_cache_new and kvc_cache_free.  A layer group is layers whose rows lie in the same blocks.  A rope is
+ * how keys are rotated: layers with equal ropes share a copy of their frequencies.  A layer that shares another layer's
+ * rows has that layer's group and layout. */
 #include <string.h>
 
 #include "kernels/dispatch.h"
@@ -29,7 +31,7 @@ static void find_groups(kvc_cache *cache) {
         cache->group_of[i] = g < cache->num_groups ? g : add_group(cache, policy);
     }
     cache->num_token_groups = cache->num_groups;
-    for (int32_t i = 0, none = -1; i < cache->num_layers; i++) {
+    for (int32_t i = 0, none = -1; i < cache->num_layers; i++) { /* none: the group of layers without attention */
         const kvc_policy *policy = &cache->layers[i].policy;
         if (kvc_policy_keeps_tokens(policy) || cache->layers[i].share) continue;
         const int is_none = policy->kind == KVC_NONE;
@@ -57,7 +59,7 @@ static kvc_status init_groups(kvc_cache *cache, int32_t block_size) {
         kvc_pool_init(&cache->pools[g], &cache->memory, g, size, &cache->layouts[first], next - first, block_bytes);
         kvc_useful_init(&cache->pools[g]);
         cache->pools[g].stride = kvc_policy_stride(&cache->policies[g]);
-        cache->pools[g].strided = cache->num_strided;
+        cache->pools[g].strided_index = cache->num_strided;
         cache->num_strided += cache->pools[g].stride > 1;
     }
     for (int32_t i = 0; i < cache->num_layers; i++)
@@ -93,7 +95,7 @@ static void find_ropes(kvc_cache *cache) {
 }
 
 /* Returns the number of frequencies to allocate for the copies: at least as many as needed, and exactly as many if
- * layers with the same rope follow each other.  A clone needs as many: ropes that are not copied do not count. */
+ * layers with the same rope follow each other.  Ropes that find_ropes does not copy do not count. */
 static uint64_t count_frequencies(const kvc_config *config) {
     uint64_t num = 0;
     kvc_rope before = {0};

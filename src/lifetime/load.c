@@ -3,7 +3,9 @@
  * The file is read from its beginning to its end.  Header and tables are copied and checked as a whole before anything
  * in them is used.  Rows are copied to slots of sequences that nobody sees yet, and checked on the way.  Then the
  * sequences become part of the cache.
- */
+ *
+ * The window is a buffer through which tensors are read, unless the file is in memory.  Chosen sequences are those of
+ * the file that are loaded.  A file whose contents do not fit together is "altered". */
 #include <string.h>
 
 #include "base/hash.h"
@@ -105,6 +107,7 @@ static kvc_status read_tables(loading *l) {
     return check_zeros((const char *)(f->checksum + 1), tables + l->tables_bytes, "checksum.padding");
 }
 
+/* Raises l->window_bytes, for now, to where a tensor ends, and counts those that have checksums. */
 static kvc_status measure_tensor(void *context, const kvc_tensor *tensor) {
     loading *l = context;
     if (tensor->begin + tensor->size > l->window_bytes) l->window_bytes = tensor->begin + tensor->size;
@@ -137,7 +140,7 @@ static kvc_status read_beginning(loading *l) {
     if (!layers) return KVC_ERR_NOMEM;
     KVC_TRY(kvc_read_layers(&l->state.format, layers, &l->saved));
     KVC_TRY(measure_file(l));
-    if (l->window_bytes > KVC_WINDOW_BYTES) l->window_bytes = KVC_WINDOW_BYTES;
+    if (l->window_bytes > KVC_WINDOW_BYTES) l->window_bytes = KVC_WINDOW_BYTES; /* it was the size of all tensors */
     if (!l->args.data) l->window = kvc_state_take(&l->state, l->window_bytes);
     l->checksums = kvc_state_take(&l->state, (uint64_t)l->num_checksums * sizeof *l->checksums);
     l->chosen = kvc_state_take(&l->state, (uint64_t)l->state.format.state->num_sequences * sizeof *l->chosen);
@@ -196,7 +199,7 @@ static kvc_status read_tensor(void *context, const kvc_tensor *tensor) {
     case KVC_ROWS: return read_rows(l, tensor);
     case KVC_CHECKSUMS: return compare_checksums(l);
     case KVC_MAC: return read_bytes(l, mac, sizeof mac);
-    default: return tensor->begin < l->tables_bytes ? KVC_OK : read_zeros(l, tensor);
+    default: return tensor->begin < l->tables_bytes ? KVC_OK : read_zeros(l, tensor); /* tables were read; padding */
     }
 }
 
@@ -219,7 +222,7 @@ static kvc_status load_rows(loading *l) {
         kvc_lock(cache);
         status = kvc_unlock(cache, kvc_loaded_make(&l->state, &l->args, l->chosen));
     }
-    l->num_checksums = 0;
+    l->num_checksums = 0; /* counts anew, as tensors are read */
     if (status == KVC_OK) status = kvc_format_visit(&l->state.format, INT64_MAX, read_tensor, l);
     if (status == KVC_OK) status = hand_out_tokens(l);
     if (status != KVC_OK || l->only_checks) return status;

@@ -2,8 +2,8 @@
  *
  * With the mutex held, the tables are made and the rows' blocks pinned; then everything is written without it.  A row
  * gets its number in the file when it is first met, by rising id of the sequences and in order of arrival.  So
- * sequences that share nothing have their rows in that order.
- */
+ * sequences that share nothing have their rows in that order.  All rows are numbered in two passes: the first counts
+ * runs and extents (rows of the file in consecutive slots of a block), the second lists them. */
 #include <stdio.h>
 #include <string.h>
 
@@ -117,6 +117,7 @@ static void visit_blocks(const saving *s, int32_t g, void (*visit)(numbering *n,
     }
 }
 
+/* Gives a block a number, from 1 on, the first time. */
 static void number_block(numbering *n, kvc_block *block) {
     if (block->number) return;
     block->number = ++n->num_blocks;
@@ -130,7 +131,7 @@ static void unnumber_block(numbering *n, kvc_block *block) {
 
 /* Notes where the slots of a block begin, the first time. */
 static void place_block(numbering *n, kvc_block *block) {
-    if (block->number != n->num_placed + 1) return;
+    if (block->number != n->num_placed + 1) return; /* blocks come in the order of their numbers */
     n->first[n->num_placed++] = n->num_slots;
     n->num_slots += block->fill;
 }
@@ -145,7 +146,7 @@ static kvc_status start_numbering(saving *s, int32_t g) {
     if (!n->first) return KVC_ERR_NOMEM;
     n->rows = n->first + n->num_blocks;
     for (int64_t i = 0; i < num; i++) n->rows[i] = -1;
-    n->num_slots = 0;
+    n->num_slots = 0; /* place_block counts them anew */
     visit_blocks(s, g, place_block);
     return KVC_OK;
 }
@@ -200,7 +201,7 @@ static kvc_status reserve_extents(saving *s) {
 /* Makes the second pass, and fills the tables. */
 static void fill_tables(saving *s) {
     const kvc_format *f = &s->state.format;
-    s->run = f->runs;
+    s->run = f->runs; /* not NULL: this is the second pass */
     number_rows(s);
     for (int32_t g = 0; g < s->cache->num_groups; g++) f->group_rows[g] = s->numberings[g].num_rows;
     kvc_save_layers(s->cache, f);
@@ -271,6 +272,7 @@ static kvc_status make_tables(saving *s) {
     return make_header(s);
 }
 
+/* Makes what follows from the cache at this moment, and keeps its rows in place. */
 static kvc_status take_moment(saving *s) {
     kvc_cache_find_all(s->cache);
     KVC_TRY(find_sequences(s));
@@ -319,8 +321,6 @@ static kvc_status write_file(saving *s) {
     s->num_checksums = 0;
     return status == KVC_OK ? kvc_format_visit(&s->state.format, INT64_MAX, write_tensor, s) : status;
 }
-
-/* ---- the public function ----------------------------------------------------------------------------------------- */
 
 static kvc_status check_tokens(const kvc_save_args *args) {
     if (!args->tokens != !args->num_tokens)

@@ -1,4 +1,5 @@
-/* validate.c: kvc_validate: checks the invariants of a cache. */
+/* validate.c: kvc_validate: checks the invariants of a cache.  Each function counts something anew, and returns
+ * KVC_ERR_CORRUPT unless that is what was noted. */
 #include <string.h>
 
 #include "cache/batch.h"
@@ -8,8 +9,6 @@
 #include "space/limits.h"
 #include "lifetime/blocks.h"
 #include "saved/transit.h"
-
-/* ---- invariants -------------------------------------------------------------------------------------------------- */
 
 #define REQUIRE(condition, ...)                                          \
     do {                                                                 \
@@ -158,7 +157,7 @@ static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequ
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         const kvc_policy *policy = &cache->policies[g];
         const int32_t last = kvc_sequence_last(sequence), low = kvc_min_query_position(sequence) - 1;
-        const int32_t behind = low < last ? low : last;
+        const int32_t behind = low < last ? low : last; /* no query of it will come below this */
         const kvc_interval gone = kvc_policy_expired(policy, behind > 0 ? behind : 0);
         REQUIRE(!kvc_policy_expires(policy) || !kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL),
                 "group %d, sequence %lld: rows are to expire, and no batch will look for them", g,
@@ -214,7 +213,7 @@ static kvc_status check_notes(const kvc_cache *cache) {
                 "sequence %lld is not in its list", id);
         kvc_status status = check_useful(cache, sequence);
         const int is_skipped = !sequence->listed.changed_at && !sequence->in_batch && !sequence->evicting.is_kept;
-        if (status == KVC_OK && is_skipped && !sequence->call.is_own) /* which is listed again at the end of its call */
+        if (status == KVC_OK && is_skipped && !sequence->call.is_own) /* its call lists it again in the end */
             status = check_expired(cache, sequence);
         if (status != KVC_OK) return status;
     }
@@ -295,6 +294,6 @@ kvc_status kvc_validate(kvc_cache *cache) {
     for (int32_t g = 0; status == KVC_OK && g < cache->num_groups; g++) status = check_group(cache, g);
     const kvc_table *table = &cache->sequences;
     for (const kvc_sequence *s = kvc_table_first(table); status == KVC_OK && s; s = kvc_table_next(table, s))
-        status = check_exact(s); /* whose lists are sound */
+        status = check_exact(s); /* last, as it relies on sound lists */
     return kvc_unlock(cache, status);
 }

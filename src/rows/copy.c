@@ -1,4 +1,7 @@
-/* copy.c: copies rows between a block and a caller's arrays: see copy.h. */
+/* copy.c: copies rows between a block and a caller's arrays, and converts their types.  Mixed rows are stored
+ * multiplied by a matrix of `order` columns, which is its own inverse (order 0: by none).  An element of a quantised
+ * row is stored as a code, which stands for a level times a scale.  A type with row scales has one scale for a row,
+ * apart from its codes.  A fitted type has it fitted to all codes: it minimises the squared error. */
 #include "rows/copy.h"
 
 #include <math.h>
@@ -18,7 +21,7 @@ enum {
     MOST_ROWS = MOST_FLOATS / KVC_QUANT_ELEMENTS
 };
 
-/* Decodes columns [first, first + num) of a few rows. */
+/* Decodes columns [first, first + num) of a few rows to f32, `stride` bytes apart. */
 static void load_columns(const transfer *x, float *to, int64_t stride, const kvc_rows *from, int64_t num_rows,
                          int32_t first, int32_t num) {
     const char *rows = from->first + kvc_blocks_bytes(from->type, first);
@@ -26,7 +29,7 @@ static void load_columns(const transfer *x, float *to, int64_t stride, const kvc
         x->kernels->convert(from->type, KVC_F32, to, stride, rows, from->row, num_rows, num);
         return;
     }
-    char unpacked[MOST_FLOATS / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES];
+    char unpacked[MOST_FLOATS / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES]; /* q8_0, whose blocks have scales of their own */
     x->kernels->unpack(from->type, unpacked, rows, from->row, from->scales, from->scale_row, num_rows, num, NULL);
     x->kernels->convert(KVC_Q8_0, KVC_F32, to, stride, unpacked, (int64_t)kvc_row_bytes(KVC_Q8_0, num), num_rows, num);
 }
@@ -44,7 +47,7 @@ static float scale_of(int32_t type, const fit *row) {
     return scale <= KVC_LARGEST_F16 ? scale : NAN;
 }
 
-/* Returns by how much the best scale lessens the squared error. */
+/* Returns by how much a row of the best scale has a smaller squared error than a row of zeros. */
 static float merit_of(const kvc_level_sums *sums) {
     const float products = kvc_add_up(sums->products);
     return products * products / kvc_add_up(sums->squares);
@@ -76,7 +79,7 @@ static void store_columns(const transfer *x, const kvc_rows *to, const float *fr
     for (int64_t i = 0; i < num_rows; i++) {
         char *const row = rows + i * to->row;
         const char *const floats = (const char *)from + i * stride;
-        if (first == 0) fits[i].unit = fits[i].largest / 127;
+        if (first == 0) fits[i].unit = fits[i].largest / 127; /* levels are for such a unit */
         if (first == 0 && to->type == KVC_INT4)
             encode_in_best_unit(x, row, floats, num, &fits[i]);
         else
@@ -93,7 +96,7 @@ static void store_scales(const transfer *x, const kvc_rows *to, const fit *fits,
 }
 
 /* Converts a few rows by way of `buffer`, some columns at a time.  If rows have a scale, their largest elements are
- * found first.  In long rows this takes a pass over all columns. */
+ * found first: in rows of more columns than the buffer takes, by a first pass that stores nothing. */
 static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *from, int64_t num_rows,
                         int32_t columns) {
     float buffer[MOST_FLOATS];
@@ -119,6 +122,7 @@ static void convert_few(const transfer *x, const kvc_rows *to, const kvc_rows *f
     if (scales) store_scales(x, to, fits, (int)num_rows);
 }
 
+/* Copies rows whose elements stay as they are, and decodes and encodes others, a buffer full at a time. */
 static void convert_rows(const transfer *x, const kvc_rows *to, const kvc_rows *from, int64_t num_rows) {
     const int scales = KVC_TYPES[to->type].has_row_scale || KVC_TYPES[from->type].has_row_scale;
     if (from->type == to->type || (!x->mixing.order && !scales)) {
@@ -157,7 +161,7 @@ void kvc_copy_rows(const kvc_kernels *kernels, const kvc_layer *layer, int is_va
                    const kvc_rows *from, int64_t num_rows) {
     const transfer x = {kernels, kvc_mixing_of(layer, is_value), is_value ? layer->v_dim : layer->k_dim};
     const int32_t heads = layer->num_kv_heads;
-    /* In a block heads are never closer than rows, so that a side on which they are is the caller's. */
+    /* Goes row by row where the caller's array has a row's heads side by side: in a block, they lie further apart. */
     const int by_row = heads > 1 && (num_rows == 1 || from->head < from->row || to->head < to->row);
     for (int64_t i = 0; i < (by_row ? num_rows : heads); i++) {
         const kvc_rows to_part = kvc_rows_part(to, i, by_row), from_part = kvc_rows_part(from, i, by_row);

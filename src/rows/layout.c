@@ -1,18 +1,19 @@
-/* layout.c: places rows in blocks: see layout.h. */
+/* layout.c: places rows in blocks.  A block holds, for each layer and head of its group, the parts listed at PARTS.
+ * Each part is an array with one row for each slot. */
 #include "rows/layout.h"
 
 #include "base/dtype.h"
 #include "rows/sketch.h"
 #include "base/status.h"
 
-/* Returns the bytes of one head's keys, values or scales, in whole cache lines.  SIZE_MAX / 8: too many. */
+/* Returns the bytes of a part of one head, in whole cache lines.  SIZE_MAX / 8: too many. */
 static size_t head_bytes(int32_t block_size, size_t row_bytes) {
     if (row_bytes > SIZE_MAX / 16 / (size_t)block_size) return SIZE_MAX / 8;
     return (size_t)kvc_align_up((size_t)block_size * row_bytes, KVC_CACHE_LINE);
 }
 
-/* Returns the alignment of a head's keys and values.  Where they begin at huge pages, these are filled one after the
- * other as tokens come.  But the rest of the last one stays empty, so at least 7/8 of the head must lie in others. */
+/* Returns the alignment of a head's keys and values.  If they begin at huge pages, these fill one after the other as
+ * tokens come.  But the last huge page of each stays partly empty, so the others must hold at least 7/8 of the head. */
 static size_t alignment_of(const kvc_memory *memory, size_t k_bytes, size_t v_bytes, size_t scale_bytes) {
     const size_t filled = k_bytes / KVC_HUGE_PAGE * KVC_HUGE_PAGE + v_bytes / KVC_HUGE_PAGE * KVC_HUGE_PAGE;
     const size_t most = (k_bytes + v_bytes + scale_bytes) / 8;

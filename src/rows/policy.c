@@ -1,4 +1,8 @@
-/* policy.c: what each kind of policy sees and keeps: see policy.h. */
+/* policy.c: what each kind of policy sees and keeps.  A query of a full policy (KVC_FULL) sees all positions up to its
+ * own.  Of a sliding policy it sees the last `window` and the sinks, which are the first positions; of a chunked one,
+ * those of its chunk.  Rows that no later query sees expire.  A resume_window keeps more rows, so that a sequence can
+ * go back: so many of the latest positions in a sliding policy, so many before the chunk in a chunked one.  KVC_CROSS
+ * has rows of an encoder, KVC_NONE has none. */
 #include "rows/policy.h"
 
 #include <string.h>
@@ -23,7 +27,7 @@ static kvc_status check_chunked(const kvc_policy *policy, int32_t layer) {
     return check_field(policy->resume_window, 0, "resume_window", layer);
 }
 
-/* Only where every query sees all earlier rows, a row for several positions is as good as one for each. */
+/* A stride above 1 means a row for several positions, which only fits where every query sees all earlier rows. */
 static kvc_status check_stride(const kvc_policy *policy, int32_t layer) {
     if (policy->stride < 0)
         return kvc_fail(KVC_ERR_INVALID, "layers[%d]: stride is %d: it must be at least 1, or 0 for 1", layer,
@@ -53,7 +57,7 @@ static int32_t window_rows(const kvc_policy *policy) {
 }
 
 kvc_policy_fields kvc_policy_read(const kvc_policy *policy) {
-    kvc_policy_fields read = {{policy->kind}};
+    kvc_policy_fields read = {{policy->kind}}; /* fields that the kind does not use stay 0 */
     int64_t *of = read.fields;
     switch ((kvc_policy_kind)policy->kind) { /* without a default, so that the compiler misses a new kind */
     case KVC_SLIDING: of[1] = policy->window, of[2] = policy->num_sink_tokens, of[3] = window_rows(policy); break;

@@ -32,8 +32,8 @@ int32_t kvc_policy_lowest(const kvc_policy *policy, int32_t position);
 /* Returns the positions that expire when no query will come below position `min_query_position`. */
 kvc_interval kvc_policy_expired(const kvc_policy *policy, int32_t min_query_position);
 
-/* Returns the first position above `min_query_position` of which a query, as the first of a batch, lets go of all rows
- * before it; INT32_MAX: none does. */
+/* Returns the first position above `min_query_position` whose query, as the first of a batch, expires all rows before
+ * it; INT32_MAX if there is none. */
 int32_t kvc_policy_next_start(const kvc_policy *policy, int32_t min_query_position);
 
 /* Returns for how many positions the group has one row. */

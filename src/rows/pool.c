@@ -1,4 +1,14 @@
-/* pool.c: the blocks of one layer group: see pool.h. */
+/* pool.c: the blocks of one layer group: opened when first needed, reused, given back.
+ *
+ * Slots of a block are handed out in order: those below `fill` were.  A slot is live while a sequence holds it; a
+ * holder is evictable while its sequence may be evicted.  A block without live slots and pins is in the list of free
+ * blocks, the one freed last in front.  Idle blocks were left by an expiry or an unstored sequence.  They are taken to
+ * be in front, because expiries come right before blocks are opened.  Surplus blocks are idle ones that no sequence
+ * will soon need.
+ *
+ * In a lazy pool, rows get memory from the system as they are touched.  Slots below pages.faulted count as resident.
+ * Those from `fill` to `faulted` may lack memory, and then their block is in the list of untaken ones.  Slots below
+ * pages.resident were given memory beforehand.  To purge a block is to give back the pages past `fill`. */
 #include "rows/pool.h"
 
 #include <string.h>
@@ -108,7 +118,7 @@ static kvc_status new_block(kvc_pool *pool, kvc_block ***end) {
     return KVC_OK;
 }
 
-/* Returns the link behind the first num_free blocks of the free list. */
+/* Returns the pointer that points behind the first num_free blocks of the free list: to the next one, or NULL. */
 static kvc_block **list_end(kvc_pool *pool, int32_t num_free) {
     kvc_block **end = &pool->free.first;
     while (num_free--) end = &(*end)->listed.next_free;
@@ -151,30 +161,33 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count) {
 }
 
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences) {
-    const int64_t size = pool->block_size, unused = (pool->num_blocks - pool->free.num) * size - pool->counts.live;
+    const int64_t size = pool->block_size,
+                  unused = (pool->num_blocks - pool->free.num) * size - pool->counts.live; /* slots of used blocks */
     const int64_t needed = 2 * num_sequences - (unused + size - 1) / size;
     const int64_t surplus = pool->free.num - (needed > pool->free.last_taken ? needed : pool->free.last_taken);
     return (int32_t)(surplus > pool->free.num_idle ? pool->free.num_idle : surplus > 0 ? surplus : 0);
 }
 
+/* Idle blocks are in front of the list: frees the last of these, and leaves those that are used next. */
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count) {
     const int32_t before = pool->free.num_idle, done = kvc_pool_shrink(pool, before - count, count);
-    pool->free.num_idle = before - done;
+    pool->free.num_idle = before - done; /* kvc_pool_shrink does not know which are idle */
     return done;
 }
 
-/* Undoes kvc_pool_open of a block that is free again. */
+/* Undoes kvc_pool_open of a block that is free again: its counts, and the memory of slots faulted since. */
 static void unopen(kvc_pool *pool, kvc_block *block) {
-    const int32_t faulted = block->pages.touched_before;
+    const int32_t faulted = block->pages.touched_before; /* slots faulted when it was opened */
     pool->counts.reused -= faulted != 0;
-    pool->free.num_idle += block->listed.was_idle;
-    block->fill = faulted; /* keeps the memory that was faulted before */
+    pool->free.num_idle += block->listed.was_idle; /* it is in front of the list, as it was */
+    block->fill = faulted;                         /* the purge gives back what lies past this */
     kvc_pool_purge(pool, block, 1);
     block->fill = 0;
-    if (!pool->is_lazy) block->pages.faulted = faulted;
+    if (!pool->is_lazy) block->pages.faulted = faulted; /* nothing was purged */
     if (block->pages.resident > block->pages.faulted) block->pages.resident = block->pages.faulted;
 }
 
+/* The new blocks are the last of the first num_used: kvc_pool_reserve put them at the end of the list. */
 void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved) {
     const int32_t num = num_used < *reserved ? num_used : *reserved, done = kvc_pool_shrink(pool, num_used - num, num);
     pool->counts.opened -= done;
@@ -190,7 +203,7 @@ int64_t kvc_pool_num_regions(const kvc_pool *pool) {
     return num;
 }
 
-/* Returns region `index` of a head, in the order of addresses. */
+/* Returns region `index` of a head, in the order of addresses.  Values in the keys have no scales of their own. */
 static kvc_region region_of(const kvc_layout *at, size_t head, int index) {
     const size_t begin = head * at->head_stride;
     switch (index) {
@@ -249,6 +262,10 @@ int64_t kvc_pool_slot_bytes(const kvc_pool *pool) {
 }
 
 /* ---- huge pages -------------------------------------------------------------------------------------------------- */
+
+/* To collapse is to make one huge page of OS pages that are filled.  A round takes a step for each huge page of a
+ * block. It collapses those that slots below pages.collapse_to fill, and that slots below pages.collapsed did not fill.
+ */
 
 /* Where a block's huge pages begin: the first one may begin before the block, the last one may end behind it. */
 static uintptr_t huge_page_at(const kvc_block *block, int64_t index) {
@@ -309,7 +326,7 @@ static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work
  * millisecond or more, so the steps of a block are spread over many batches. */
 static int next_in_block(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     for (;;) {
-        if (block->pages.collapse_next == 0) {
+        if (block->pages.collapse_next == 0) { /* a new round */
             const int is_ahead = block->pages.resident > block->fill;
             const int32_t to = is_ahead ? block->pages.resident : block->fill;
             const int is_full = to == pool->block_size;
@@ -388,7 +405,7 @@ kvc_block *kvc_pool_open(kvc_pool *pool) {
     kvc_block *block = pool->free.first;
     pool->free.first = block->listed.next_free;
     pool->free.num--;
-    block->listed.was_idle = pool->free.num_idle > 0; /* they are the first: expiries come right before */
+    block->listed.was_idle = pool->free.num_idle > 0; /* the idle ones are in front */
     pool->free.num_idle -= block->listed.was_idle;
     if (block->pages.faulted) pool->counts.reused++;
     block->listed.is_free = 0;

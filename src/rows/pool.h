@@ -155,7 +155,7 @@ typedef struct kvc_free_blocks {
     kvc_block *first;   /* list of free blocks, last freed first: its rows may still be in the CPU's caches */
     kvc_block *untaken; /* list of blocks in which slots past the fill mark count as faulted, and may lack memory */
     int32_t num;
-    int32_t num_idle; /* number of these that expiries or unstored sequences left, and that no batch has taken since */
+    int32_t num_idle; /* blocks in front of the list that expiries, or unstored sequences, left and nobody took since */
     int32_t last_taken; /* blocks that the last batch took */
     int32_t reserved;   /* blocks opened for the open batch, or for a batch that is about to begin */
 } kvc_free_blocks;
@@ -183,8 +183,8 @@ typedef struct kvc_pool {
     kvc_memory *memory;
     int32_t group;
     int32_t block_size;
-    int32_t stride;  /* positions of a row: rows/stride.h */
-    int32_t strided; /* number of groups with a stride before this one */
+    int32_t stride;        /* positions of a row: rows/stride.h */
+    int32_t strided_index; /* index among the groups with a stride, if it has one: number of those before */
     size_t block_bytes;
     int64_t cost;  /* what a used block counts for max_bytes: all its rows, its bookkeeping, and a share for lists */
     int is_lazy;   /* its rows get memory as slots are faulted, not all at once */
@@ -322,7 +322,7 @@ int32_t kvc_pool_shrink(kvc_pool *pool, int32_t num_left, int32_t count);
  * took. Other free blocks, such as reserved ones, do not count. */
 int32_t kvc_pool_surplus(const kvc_pool *pool, int64_t num_sequences);
 
-/* Frees at most `count` of these; returns the number freed. */
+/* Frees at most `count` surplus blocks; returns the number freed. */
 int32_t kvc_pool_give_surplus(kvc_pool *pool, int32_t count);
 
 /* Gives back the pages past the fill mark of a block. */

@@ -1,4 +1,7 @@
-/* rope.c: rotary position embeddings: see rope.h. */
+/* rope.c: rotary position embeddings: rotates keys from the position they were rotated for to another.  Pair i of a
+ * key's elements is rotated by the distance (delta) times inv_freq[i].  Angles are kept as cosines [num_freqs] and then
+ * sines [num_freqs].  The angles of many distances are made from a table (kvc_rope_table), which has those of a
+ * multiple of KVC_NEAR, the coarse part, and those of the rests 0 to KVC_NEAR - 1. */
 #include "rows/rope.h"
 
 #include <math.h>
@@ -61,7 +64,7 @@ static void compute_angles_f32(const kvc_rope *rope, int32_t delta, float *angle
     }
 }
 
-/* Does the same in f64. */
+/* Computes the cosines, then the sines, of distance * inv_freq in f64. */
 static void compute_angles(const kvc_rope *rope, int32_t distance, double *angles) {
     for (int32_t i = 0; i < rope->num_freqs; i++) {
         angles[i] = cos(distance * rope->inv_freq[i]);
@@ -76,7 +79,7 @@ void kvc_rope_angles_from(kvc_rope_table *table, const kvc_rope *rope, int32_t d
     if (!(table->known >> rest & 1)) compute_angles(rope, rest, b);
     table->coarse = coarse;
     table->known |= (uint64_t)1 << rest;
-    for (int32_t i = 0; i < n; i++) {
+    for (int32_t i = 0; i < n; i++) { /* cos(x + y) and sin(x + y) */
         angles[i] = (float)(a[i] * b[i] - a[n + i] * b[n + i]);
         angles[n + i] = (float)(a[n + i] * b[i] + a[i] * b[n + i]);
     }
@@ -118,6 +121,7 @@ void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delt
         for (int32_t i = 0; i < num_rows; i++) {
             const kvc_rows from_row = kvc_row_of(from, i, h), to_row = kvc_row_of(to, i, h);
             kvc_decode_rows(kernels, row, 0, &from_row, 1, dim);
+            /* Quantised keys are stored mixed, by a matrix that is its own inverse. */
             if (mixing.order && from->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, mixing);
             kvc_rope_rotate(rope, angles, row);
             if (mixing.order && to->type >= KVC_FLOAT_TYPES) kernels->hadamard(row, row, dim, mixing);

@@ -1,4 +1,8 @@
-/* runs.c: lists of runs: see runs.h. */
+/* runs.c: lists of runs: the rows that a sequence holds in one layer group, in order of arrival.  A run is consecutive
+ * slots of one block at consecutive positions.  A part is a run of some of its rows.  A list has its runs in runs[first
+ * .. first + num): those before `first` have expired.  In an ascending list, positions rise from row to row, and runs
+ * are found by bisection.  Before a change, the list gets a longer array as its spare one, so that the change cannot
+ * fail.  Expired rows are lost: their positions lie in list->lost. */
 #include "rows/runs.h"
 
 #include <stdlib.h>
@@ -73,7 +77,7 @@ void kvc_runs_install(kvc_run_list *list, kvc_memory *memory) {
     list->capacity = capacity;
 }
 
-/* Takes the place of runs that have expired. */
+/* Moves the runs to the front of the array, over runs that have expired. */
 static void move_to_front(kvc_run_list *list) {
     if (list->num) memmove(list->runs, kvc_runs_begin(list), (size_t)list->num * sizeof *list->runs);
     list->first = 0;
@@ -82,12 +86,12 @@ static void move_to_front(kvc_run_list *list) {
 kvc_status kvc_runs_prepare(kvc_run_list *list, kvc_memory *memory, int32_t extra) {
     const int64_t needed = (int64_t)list->num + extra;
     if (list->spare ? needed > list->spare_capacity : needed > list->capacity)
-        return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + KVC_SPARE_RUNS);
+        return get_spare(list, memory, KVC_BUGGIFY() ? needed : list->num + needed + KVC_SPARE_RUNS); /* doubles it */
     if (!list->spare && list->first + needed > list->capacity) move_to_front(list);
     return KVC_OK;
 }
 
-/* Returns how many runs hold positions on both sides of [begin, end): they are cut in two as these are dropped. */
+/* Returns how many runs hold positions on both sides of [begin, end): dropping its rows cuts these runs in two. */
 static int32_t num_cut(const kvc_run_list *list, int32_t begin, int32_t end) {
     int32_t num = 0;
     for (const kvc_run *run = kvc_runs_begin(list); begin < end && run < kvc_runs_end(list); run++)
@@ -275,8 +279,8 @@ static int64_t remove_rows(kvc_run_list *list, kvc_pool *pool, int32_t begin, in
     return removed;
 }
 
-/* Returns the number of runs below `begin`, if rows from `begin` on can be dropped by trimming the runs behind them, as
- * in a window behind its sinks.  Returns -1 if they must be cut out of a run, or positions do not ascend. */
+/* Returns the number of runs below `begin`, if rows from there on can be dropped by trimming the runs behind these, as
+ * in a window behind its sinks.  Returns -1 if a run has rows on both sides of `begin`, or positions do not ascend. */
 static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
     if (!list->ascending) return -1;
     int32_t n = 0;
@@ -381,7 +385,7 @@ static int lies_as(const kvc_run *a, const kvc_run *b) {
     return a->block == b->block && a->slot - a->position == b->slot - b->position;
 }
 
-/* Returns the first run that ends behind position `begin`, which the last one does. */
+/* Returns the first run that ends behind position `begin`: the caller knows that one does. */
 static const kvc_run *first_sorted(const kvc_sorted_runs *sorted, int32_t begin) {
     int32_t from = 0, to = sorted->list.num;
     if (!sorted->ends) return first_run(&sorted->list, begin);
@@ -424,8 +428,8 @@ typedef enum holding {
     ANOTHER  /* one row or several, none of them the same */
 } holding;
 
-/* Takes off the front of *rest, rows of another list, those for which `list` holds alike, at least one, and returns
- * them.  *how: what it holds. */
+/* Takes at least one row off the front of *rest, rows of another list, and returns them.  *how: what the list holds at
+ * the positions of all these rows. */
 static kvc_run take_alike(const kvc_sorted_runs *sorted, kvc_run *rest, holding *how) {
     const int32_t begin = rest->position, end = run_end(rest);
     const kvc_run found = lowest_part(sorted, begin, end, NULL);
@@ -448,8 +452,8 @@ static kvc_run take_alike(const kvc_sorted_runs *sorted, kvc_run *rest, holding 
 
 /* Compares rows with the rows of a list. */
 typedef struct comparison {
-    const kvc_sorted_runs *sorted;
-    kvc_part_fn *visit; /* called for parts that the list does not hold; may be NULL */
+    const kvc_sorted_runs *sorted; /* the list */
+    kvc_part_fn *visit;            /* called for parts that the list does not hold; may be NULL */
     void *context;
     int32_t num_missing; /* number of these parts */
     int32_t other_at;    /* the first position at which the list holds another row, or -1 */

@@ -21,7 +21,7 @@ typedef struct kvc_interval {
     int32_t begin, end;
 } kvc_interval;
 
-/* Widens an interval to include another, if that has any positions. */
+/* Widens an interval (end 0: it is empty) to include another, if that has any positions. */
 static inline void kvc_interval_add(kvc_interval *all, kvc_interval more) {
     if (more.begin >= more.end) return;
     if (!all->end || more.begin < all->begin) all->begin = more.begin;
@@ -142,7 +142,7 @@ void kvc_runs_free_sorted(kvc_memory *memory, kvc_sorted_runs *sorted);
 int32_t kvc_runs_find_other(const kvc_run_list *list, const kvc_sorted_runs *than, int32_t begin, int32_t end);
 
 /* Calls visit, unless it is NULL, for the parts at positions [begin, end) that `from` holds and `sorted` does not.
- * Returns their number. */
+ * Returns the number of parts. */
 int32_t kvc_runs_visit_missing(const kvc_sorted_runs *sorted, const kvc_run_list *from, int32_t begin, int32_t end,
                                kvc_part_fn *visit, void *context);
 

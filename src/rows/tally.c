@@ -1,4 +1,6 @@
-/* tally.c: what is in use of blocks, of each and of all: see pool.h. */
+/* tally.c: what is in use of blocks, of each and of all.  A scope says which holders of slots count: all (KVC_NOW), or
+ * those that may not be evicted (KVC_FIXED).  A block's use is how much of it is in use in a scope.  A tally adds up
+ * the uses of all blocks, as noted in block->noted. */
 #include "rows/pool.h"
 
 int64_t kvc_pool_header_bytes(const kvc_pool *pool) {
