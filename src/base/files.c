@@ -1,4 +1,5 @@
-/* files.c: files of one folder, which several processes use at a time: see files.h. */
+/* files.c: files of one folder, which several processes use at a time, for Windows and for POSIX.  Functions that
+ * return a number return 0 on failure, and set errno.  An own file is one that this process writes, and may lock. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares flock, O_DIRECTORY and the clock */
 #endif
@@ -120,7 +121,7 @@ char *kvc_folder_path(const char *path) {
     return text;
 }
 
-/* Whether it is a folder, such as a drive's root, which cannot be made; keeps the last error. */
+/* Whether the path names a folder, such as a drive's root, which cannot be made; keeps the last error. */
 static int is_folder(const wchar_t *path) {
     const DWORD error = GetLastError(), found = GetFileAttributesW(path);
     SetLastError(error);
@@ -218,7 +219,7 @@ static int open_as(kvc_file *file, const wchar_t *path, DWORD access, DWORD how)
 int kvc_file_open(kvc_file *file, kvc_folder folder, const char *name) {
     const int64_t begin = kvc_now();
     const wchar_t *path = path_in(folder, name);
-    do { /* one of somebody else's cannot be touched */
+    do { /* to ask for the right to touch it fails where the file is somebody else's */
         if (open_as(file, path, GENERIC_READ | FILE_WRITE_ATTRIBUTES, OPEN_EXISTING) ||
             open_as(file, path, GENERIC_READ, OPEN_EXISTING))
             return 1;
@@ -244,7 +245,7 @@ int kvc_file_lock(kvc_file file) {
 int kvc_file_read(kvc_file file, void *data, int64_t size) {
     for (char *p = data; size;) {
         DWORD num;
-        if (!ReadFile(file, p, (DWORD)(size < MOST_BYTES ? size : MOST_BYTES), &num, NULL)) return fail() - 1;
+        if (!ReadFile(file, p, (DWORD)(size < MOST_BYTES ? size : MOST_BYTES), &num, NULL)) return fail(), -1;
         if (!num) return 0;
         p += num, size -= num;
     }
@@ -330,7 +331,7 @@ int kvc_folder_make(const char *path) {
         *end = 0;
         if (mkdir(own, 0777) && errno != EEXIST && !error) error = errno;
     }
-    const int is_there = !mkdir(own, 0700) || errno == EEXIST;
+    const int is_there = !mkdir(own, 0700) || errno == EEXIST; /* the last folder is this user's alone */
     if (!is_there && !error) error = errno;
     free(own);
     return is_there || (errno = error, 0);
@@ -357,7 +358,7 @@ int kvc_folder_list(kvc_folder folder, int (*visit)(void *context, const char *n
     return 1;
 }
 
-/* Returns the time, or the nearest that fits. */
+/* Returns a time in nanoseconds since 1970, or the nearest number of them that fits 64 bits. */
 static int64_t nanoseconds_of(struct timespec time) {
     const int64_t second = 1000000000, most = INT64_MAX / second;
     if (time.tv_sec >= most) return INT64_MAX;
@@ -423,7 +424,7 @@ int kvc_file_write_first(kvc_file file, const void *data, size_t size) {
     return pwrite(file, data, size, 0) == (ssize_t)size;
 }
 
-void kvc_file_touch(kvc_file file) { /* the clock of the file system is not as fine */
+void kvc_file_touch(kvc_file file) { /* by this clock: the one that file systems use is not as fine */
     struct timespec now[2];
     clock_gettime(CLOCK_REALTIME, now);
     now[1] = *now;
@@ -431,7 +432,7 @@ void kvc_file_touch(kvc_file file) { /* the clock of the file system is not as f
 }
 
 static kvc_mutex own_mutex = PTHREAD_MUTEX_INITIALIZER;
-static kvc_own_file *own_files; /* all that are open */
+static kvc_own_file *own_files; /* list of those that are open */
 
 static void before_fork(void) { kvc_mutex_lock(&own_mutex); }
 static void after_fork(void) { kvc_mutex_unlock(&own_mutex); }

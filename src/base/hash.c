@@ -1,5 +1,5 @@
-/* hash.c: the checksum of saved states: see hash.h.  Written from the specification of XXH64 in xxHash's
- * doc/xxhash_spec.md. */
+/* hash.c: the checksum of saved states.  Written from the specification of XXH64 in xxHash's doc/xxhash_spec.md.  Bytes
+ * are added in stripes of 32, eight bytes to each of four sums, the lanes.  The rest is added at the end. */
 #include "base/hash.h"
 
 #include <string.h>

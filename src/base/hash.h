@@ -9,7 +9,7 @@
  * and good at finding damage.  Nobody needs a secret to forge it. */
 uint64_t kvc_hash(const void *data, size_t size, uint64_t seed);
 
-/* The same of bytes that come in parts. */
+/* Computes kvc_hash of bytes that come in parts. */
 typedef struct kvc_hasher {
     uint64_t lanes[4];
     uint64_t seed, size; /* size: bytes so far */

@@ -1,4 +1,6 @@
-/* memory.c: makes every allocation of a cache, and counts it: see memory.h.  Has the default allocator, too. */
+/* memory.c: makes every allocation of a cache, and counts it.  Has the default allocator, too.  Memory is for rows, for
+ * bookkeeping, or scratch (kvc_memory_kind).  The default allocator has large blocks of rows in slabs, which are mapped
+ * and lazy: the system gives them memory only as it is touched. */
 #include "base/memory.h"
 
 #include <stddef.h>

@@ -1,13 +1,14 @@
-/* openmp.c: parallel regions of OpenMP: see openmp.h.  The only file with pragmas of OpenMP; it compiles without
- * OpenMP, too.
+/* openmp.c: parallel regions of OpenMP.  The only file with pragmas of OpenMP; it compiles without OpenMP, too.
+ *
+ * A runtime is a copy of OpenMP's library that the process has loaded.  A parallel region is a function that a team of
+ * its threads runs.  The linked runtime is the one that this library was linked to.
  *
  * Threads of OpenMP spin after each parallel region, and so keep the processors.  A second team beside torch's or
  * scikit-learn's would get them late: with 16,384 tokens a step of decoding took 1.23 times as long.  Mostly the loader
  * sees to it, as two libraries that need libgomp.so.1 share one copy.  Wheels bring copies with names of their own,
  * though (libgomp-e985bcbb.so.1.0.0), and Clang's and Intel's runtimes are called otherwise.  So regions run on a
  * runtime that is found in the process, through the function that GCC compiles `#pragma omp parallel` to and that
- * LLVM's and Intel's runtimes have as well.
- */
+ * LLVM's and Intel's runtimes have as well. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares dl_iterate_phdr */
 #endif
@@ -165,7 +166,7 @@ static const char *name_of(const char *path) {
     return slash ? slash + 1 : path;
 }
 
-static int is_within(const struct dl_phdr_info *object, uintptr_t address) {
+static int is_within(const struct dl_phdr_info *object, uintptr_t address) { /* in a segment of the library */
     for (int i = 0; i < object->dlpi_phnum; i++) {
         const ElfW(Phdr) *segment = &object->dlpi_phdr[i];
         if (segment->p_type == PT_LOAD && address - object->dlpi_addr - segment->p_vaddr < segment->p_memsz) return 1;
@@ -173,13 +174,14 @@ static int is_within(const struct dl_phdr_info *object, uintptr_t address) {
     return 0;
 }
 
-/* Notes the runtimes: the linked one apart from the others. */
+/* Notes the runtimes among the process's libraries: the linked one apart from the others. */
 static int note_runtime(struct dl_phdr_info *object, size_t size, void *context) {
     survey *s = context;
     (void)size;
     if (object->dlpi_adds == known_loads) return 1; /* nothing was loaded since */
     s->num_loads = object->dlpi_adds;
     const char *name = name_of(object->dlpi_name);
+    /* A library with this variable in it is this library. */
     if (strlen(object->dlpi_name) >= sizeof s->linked || is_within(object, (uintptr_t)&num_runtimes)) return 0;
 #if defined(_OPENMP)
     if (is_within(object, (uintptr_t)omp_in_parallel)) {
@@ -238,9 +240,9 @@ void kvc_openmp_find(void) {
     survey s = {.found = found};
     if (!dlopen || !dlsym) return;
     dl_iterate_phdr(note_runtime, &s);
-    if (!s.num_loads) return;
+    if (!s.num_loads) return; /* nothing was loaded since the last call */
     known_loads = s.num_loads;
-    runtime *others = NULL;
+    runtime *others = NULL; /* the first one that other libraries have loaded */
     for (int i = s.num_found; i-- > 0;) {
         runtime *r = keep_runtime(found[i]);
         if (r) others = r;

@@ -1,4 +1,5 @@
-/* pages.c: maps, returns and collapses pages of the operating system: see pages.h. */
+/* pages.c: maps, returns (drops), collapses and takes pages of the operating system.  To collapse pages is to make one
+ * huge page of them. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares MAP_ANONYMOUS and madvise */
 #endif
@@ -63,7 +64,7 @@ void *kvc_pages_map(size_t size) {
     char *p = mmap(NULL, used + slack, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (p == MAP_FAILED) return NULL;
     const size_t before = slack ? (size_t)kvc_align_up((uintptr_t)p, KVC_HUGE_PAGE) - (uintptr_t)p : 0;
-    if (before) munmap(p, before); /* cuts off both ends */
+    if (before) munmap(p, before); /* cuts off what lies before the aligned begin, and behind the size asked for */
     if (slack - before) munmap(p + before + used, slack - before);
     return p + before;
 }

@@ -1,7 +1,7 @@
-/* parallel.c: runs tasks on several threads: see parallel.h.
+/* parallel.c: runs tasks on several threads.
  *
- * One call at a time has the other threads: kvc_parallel takes them, or runs its tasks alone.  It publishes a job, and
- * its threads claim tasks, the caller like the others.
+ * One call at a time has the other threads: kvc_parallel takes them, or runs its tasks alone.  It publishes a job,
+ * which is its list of tasks, and its threads claim tasks, the caller like the others.
  *
  * A team of OpenMP runs the job in a region.  The region ends when all of its threads have come there, even a thread
  * that had no task because the system did not run it.  Beside a busy program this takes a time slice of the system,
@@ -15,9 +15,7 @@
  *
  * Whoever waits spins for SPIN_NS at most and then sleeps.  On a machine with other work, threads that spin for longer
  * burn the time slices of the threads that they wait for.  A call of 100 microseconds then takes ten milliseconds.  A
- * thread sleeps at once where a spin seems in vain: the last wait was long, or the system ran another thread during the
- * last spin.
- */
+ * thread sleeps at once where a spin seems in vain: the last wait was long, or another thread ran during the last. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares pthread_sigmask */
 #endif
@@ -137,7 +135,7 @@ static void await(int32_t index) {
 }
 
 static void wake(member *m) {
-    if (!atomic_load(&m->is_asleep) || !atomic_exchange(&m->is_asleep, 0)) return;
+    if (!atomic_load(&m->is_asleep) || !atomic_exchange(&m->is_asleep, 0)) return; /* another thread wakes it */
     kvc_mutex_lock(&m->mutex);
     kvc_signal_all(&m->wake);
     kvc_mutex_unlock(&m->mutex);
@@ -169,7 +167,7 @@ static int run_tasks(int32_t index) {
 
 static void work(member *m) {
     const int32_t index = (int32_t)(m - members);
-    for (await(index); !atomic_load(&is_ending); await(index)) {
+    for (await(index); !atomic_load(&is_ending); await(index)) { /* a job has come */
         wake_next(index);
         run_tasks(index);
     }
@@ -243,8 +241,8 @@ static void make_members(int32_t num_threads) {
 
 /* ---- parallel loops ---------------------------------------------------------------------------------------------- */
 
-/* Looks at a call that ended now: if it was held up, the next ones are to do without what it used, twice as long each
- * time. */
+/* Judges a call that ended now.  If it was held up, the next calls do without what it used (`from`) for a while, which
+ * is twice as long each time. */
 static void judge(recess *from, int was_held_up, int64_t now) {
     if (was_held_up) {
         from->length = from->length ? 2 * from->length : from->shortest;
@@ -269,7 +267,7 @@ static void run_with_workers(int32_t num_threads, int64_t num_tasks) {
     run_tasks(0);
     const int64_t end = kvc_now();
     await(0);
-    if (num_tasks < FINE_TASKS * num_threads) return;
+    if (num_tasks < FINE_TASKS * num_threads) return; /* one long task may have held it up */
     const int64_t now = kvc_now();
     judge(&from_workers, is_held_up(begin, end, now, num_threads), now);
 }
@@ -296,9 +294,10 @@ static void run_with_team(int32_t num_threads, int64_t num_tasks) {
     const int64_t begin = kvc_now();
     kvc_openmp_run(run_in_region, &r, num_threads);
     const int64_t now = kvc_now();
+    /* Held up for threads that had not come to the region's end, or for a thread's last task: */
     const int for_threads = now - r.end > INTERRUPTED_NS && now - r.end > r.end - begin;
     const int for_tasks = num_tasks >= FINE_TASKS * num_threads && is_held_up(begin, r.caller_end, now, num_threads);
-    regions_lost -= (now - regions_judged) / LEAST_LOSS;
+    regions_lost -= (now - regions_judged) / LEAST_LOSS; /* so much was allowed since */
     if (regions_lost < 0) regions_lost = 0;
     if (for_threads || for_tasks) regions_lost += now - r.caller_end;
     regions_judged = now;
@@ -311,7 +310,7 @@ static void run_with_team(int32_t num_threads, int64_t num_tasks) {
 /* What the calling thread has beside itself for its tasks. */
 enum { NOTHING, WORKERS, TEAM };
 
-/* Takes what there is for several threads.  There is nothing while another call has it. */
+/* Takes the team or the workers, and returns which.  There is nothing while another call has them. */
 static int take_threads(void) {
     if (kvc_is_alone()) return NOTHING;
     const int64_t now = kvc_now();
@@ -339,7 +338,7 @@ void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *con
     atomic_store(&num_pending, num_tasks);
     /* Workers have no claim on tasks of a region: its threads claim them as the caller, whose index is 0. */
     const uint64_t num_claimants = with == TEAM ? 1 : (uint64_t)num_threads;
-    atomic_store(&open_tasks, num_claimants * THREADS + (uint64_t)num_tasks);
+    atomic_store(&open_tasks, num_claimants * THREADS + (uint64_t)num_tasks); /* now they claim tasks */
     if (with == TEAM)
         run_with_team(num_threads, num_tasks);
     else

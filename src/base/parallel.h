@@ -7,7 +7,7 @@
 #include "base/compiler.h"
 
 /* Runs task(context, i) for every i in [0, num_tasks), on at most num_threads threads, in any order.  Runs serially
- * while another call, of this thread or another one, has the threads, and where kvc_is_alone(). */
+ * while another call has the threads, in the child of a fork(), and in a parallel region of the program's OpenMP. */
 void kvc_parallel(int32_t num_threads, int64_t num_tasks, void (*task)(void *context, int64_t i), void *context);
 
 /* Returns how many threads `work` is worth: one, if less than `least`, as waking others takes longer than they save. */

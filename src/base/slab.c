@@ -1,4 +1,4 @@
-/* slab.c: items of memory side by side, so that their ends share huge pages: see slab.h. */
+/* slab.c: items of memory side by side in a slab, which is one mapping, so that their ends share huge pages. */
 #include "base/slab.h"
 
 #include <stdlib.h>
@@ -69,7 +69,7 @@ void *kvc_slab_take(kvc_slab **slabs, size_t size) {
     if (!slab) slab = add_slab(slabs, item_bytes);
     if (!slab) return NULL;
     int i = 0;
-    while (slab->taken >> i & 1) i++;
+    while (slab->taken >> i & 1) i++; /* find and add_slab left a free item */
     slab->taken |= UINT64_C(1) << i;
     return slab->begin + (size_t)i * item_bytes;
 }

@@ -1,10 +1,11 @@
-/* sorted.c: sets in the order of a key: see sorted.h. */
+/* sorted.c: sets in the order of a key, as binary trees (treaps).  Members that come before a member are on its side 0
+ * (below[0]), those behind it on side 1.  A member also stands above all members of lower rank. */
 #include "base/sorted.h"
 
 #include <stddef.h>
 
-/* Returns the rank of a member, which depends on its address.  A member stands above members of lower rank, which makes
- * the tree about as flat as a random one, whatever the keys are. */
+/* Returns the rank of a member: a hash of its address, which makes the tree about as flat as a random one, whatever the
+ * keys are. */
 static uint64_t rank_of(const kvc_links *member) {
     uint64_t x = (uint64_t)(uintptr_t)member + 0x9e3779b97f4a7c15u; /* SplitMix64 */
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
@@ -50,6 +51,7 @@ void kvc_sorted_add(kvc_sorted *sorted, kvc_links *member, kvc_behind_fn *is_beh
 
 void kvc_sorted_remove(kvc_sorted *sorted, kvc_links *member) {
     kvc_links **below = member->below;
+    /* Moves it down until a side is free.  Then what is on the other side takes its place. */
     while (below[0] && below[1]) rotate_up(sorted, below[rank_of(below[1]) > rank_of(below[0])]);
     kvc_links *rest = below[below[1] != NULL];
     *link_of(sorted, member) = rest;

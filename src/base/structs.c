@@ -1,4 +1,4 @@
-/* structs.c: copies structs from and to callers of other versions: see structs.h. */
+/* structs.c: copies structs from and to callers of other versions, whose structs may be shorter or longer. */
 #include "base/structs.h"
 
 #include <inttypes.h>

@@ -56,7 +56,7 @@ kvc_status kvc_check_output(const void *array, size_t size, int64_t max, size_t 
 kvc_status kvc_read_struct(void *to, size_t to_size, size_t least, const void *from, size_t from_size,
                            const char *name);
 
-/* Does the same for a struct whose first field is its size; in the copy that field becomes to_size. */
+/* Does what kvc_read_struct does, for a struct whose first field is its size: in the copy, it becomes to_size. */
 #define KVC_READ(type, to, from, name) kvc_read_sized(to, sizeof(type), type##_least_size, from, name)
 kvc_status kvc_read_sized(void *to, size_t to_size, size_t least, const void *from, const char *name);
 

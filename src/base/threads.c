@@ -1,4 +1,6 @@
-/* threads.c: the lock, the clock, the number of threads of a call, and calls that end early: see threads.h. */
+/* threads.c: the lock, the clock, the number of threads of a call, and calls that end early.  A threading layer is
+ * whose threads run the tasks of a call: this library's own, or OpenMP's.  OpenMP may bind its threads to places, which
+ * are sets of processors.  A poll is a call of the caller's function that asks whether a call is to end early. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares sched_getaffinity */
 #endif
@@ -30,13 +32,14 @@ static const char *const LAYERS[] = {"own", "openmp"};
 enum { OWN, OPENMP, NUM_LAYERS };
 #define LAYER_NAMES "own and openmp"
 #else
-enum { OWN, NUM_LAYERS, OPENMP = NUM_LAYERS };
+enum { OWN, NUM_LAYERS, OPENMP = NUM_LAYERS }; /* OPENMP: no layer of this build */
 #define LAYER_NAMES "own"
 #endif
 
 static atomic_int known_layer = -1; /* of the environment; -1: not known yet */
 
-/* Returns the layer that KVCACHE_THREADS names, -1 if this build has none of that name, or OpenMP's if there is one. */
+/* Returns the layer that KVCACHE_THREADS names, or -1 if this build lacks it; if it is not set, the build's last one.
+ */
 static int layer_of_environment(void) {
     const char *name = kvc_environment("KVCACHE_THREADS");
     int layer = NUM_LAYERS - 1;
@@ -44,7 +47,7 @@ static int layer_of_environment(void) {
     return layer;
 }
 
-/* Returns the layer of the environment, which is read until it names one; -1: none. */
+/* Returns the layer of the environment (-1: unknown, read again next time), or OWN if OpenMP's threads do not work. */
 static int current_layer(void) {
     int layer = atomic_load(&known_layer);
     if (layer < 0) atomic_store(&known_layer, layer = layer_of_environment());
@@ -95,8 +98,8 @@ static long read_number(const char *path) {
     return number;
 }
 
-/* Counts the processors this process may run on, one for each core: hyperthreads share the path to memory.  Where
- * OpenMP binds its threads, this one among them, it counts their places. */
+/* Counts the processors this process may run on, one for each core: hyperthreads share the path to memory.  If OpenMP
+ * binds its threads, counts their places: the calling thread may then run on one place alone. */
 static int allowed_cores(void) {
     const int places = kvc_openmp_num_places();
     if (places > 0) return places;
@@ -108,6 +111,7 @@ static int allowed_cores(void) {
         char path[96];
         snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%zu/topology/thread_siblings_list", cpu);
         const long first = read_number(path);
+        /* Counts the first processor of a core that is allowed, or each if the file says nothing. */
         if (first < 0 || (size_t)first == cpu || first >= CPU_SETSIZE || !CPU_ISSET((size_t)first, &allowed)) cores++;
     }
     return cores;
@@ -132,7 +136,7 @@ int kvc_usable_cores(void) {
     return quota && quota < cores ? quota : cores;
 }
 #elif defined(_WIN32)
-/* Counts the cores, as on Linux: those that the process's affinity allows, which is said for 64 processors at most. */
+/* Counts the cores that the process's affinity allows, which Windows says for up to 64 processors (one group). */
 int kvc_usable_cores(void) {
     DWORD_PTR allowed = 0, all = 0;
     DWORD size = 0;
@@ -151,7 +155,8 @@ int kvc_usable_cores(void) {
     return cores ? cores : online_processors();
 }
 #elif defined(__APPLE__)
-/* Counts the fast cores of a processor that has slow ones as well, which others would wait for. */
+/* Counts the fast cores alone (perflevel0) if a processor has slow ones too: threads on fast cores would have to wait
+ * for threads on slow ones at the end of each call. */
 int kvc_usable_cores(void) {
     int cores = 0;
     size_t size = sizeof cores;
@@ -164,8 +169,8 @@ int kvc_usable_cores(void) {
 int kvc_usable_cores(void) { return online_processors(); }
 #endif
 
-/* Returns the first number in a variable of OpenMP, which may be a list with one for each level of nesting; 0 if there
- * is none, or it is none that a caller may set. */
+/* Returns the first number in a variable of OpenMP, which may be a list with a number for each level of nesting.
+ * Returns 0 if there is no number from 1 to KVC_MOST_THREADS. */
 static int32_t number_of_environment(const char *name) {
     const char *value = kvc_environment(name);
     if (!value) return 0;

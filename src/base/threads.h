@@ -81,8 +81,8 @@ int kvc_usable_cores(void);
 /* Call in the child of the process's fork(), which lacks the threads of its parent: calls run on one from then on. */
 void kvc_threads_forked(void);
 
-/* Whether a call is to use the calling thread alone: in such a child; and in a parallel region of the program's OpenMP,
- * whose other threads have the processors. */
+/* Whether a call is to use the calling thread alone: in the child of a fork(); and in a parallel region of the
+ * program's OpenMP, whose other threads have the processors. */
 int kvc_is_alone(void);
 
 /* Decides whether a long call is to end early: its tasks call kvc_poll_timer_ask every millisecond or so. */
@@ -100,8 +100,9 @@ void kvc_poll_timer_init(kvc_poll_timer *timer, kvc_poll_fn *poll, void *user);
 /* Whether the call is to end early.  Polls if this thread made the call and its next poll is due. */
 int kvc_poll_timer_ask(kvc_poll_timer *timer);
 
-/* Do the same in steps, for calls that prepare for a poll.  kvc_poll_timer_was_stopped and kvc_poll_timer_poll return
- * whether the call is to end early.  kvc_poll_timer_is_due returns whether this thread is to poll now. */
+/* Do what kvc_poll_timer_ask does in steps, for calls that prepare for a poll.  kvc_poll_timer_was_stopped and
+ * kvc_poll_timer_poll return whether the call is to end early.  kvc_poll_timer_is_due returns whether this thread is to
+ * poll now. */
 int kvc_poll_timer_was_stopped(const kvc_poll_timer *timer);
 int kvc_poll_timer_is_due(const kvc_poll_timer *timer);
 int kvc_poll_timer_poll(kvc_poll_timer *timer);
