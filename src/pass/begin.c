@@ -1,4 +1,6 @@
-/* begin.c: kvc_begin and kvc_begin_with: give the tokens of a batch their sequences, positions and slots. */
+/* begin.c: kvc_begin and kvc_begin_with: give the tokens of a batch their sequences, positions and slots.  A member is
+ * a sequence of the batch.  A stretch is tokens of a member at consecutive positions.  Tokens from position exact_to on
+ * do not follow from those before them alone.  A batch that restores (args->replaced) replaces rows. */
 #include <string.h>
 
 #include "cache/check.h"
@@ -36,7 +38,7 @@ static kvc_status add_tokens(kvc_batch *batch, const kvc_begin_args *args) {
             return kvc_fail_gone(batch->cache, member->sequence, position);
         batch->positions[t] = position;
         batch->sequence_of[t] = s;
-        member->num_stretches += !member->num_tokens++ || position != member->next;
+        member->num_stretches += !member->num_tokens++ || position != member->next; /* its first token begins one */
         member->next = position + 1;
         member->goes_back |= position < next;
         if (position != next || args->replaced || (args->parents && args->parents[t] != member->last))
@@ -95,7 +97,7 @@ static kvc_status check_tokens(const kvc_begin_args *args) {
 }
 
 static kvc_status begin(kvc_cache *cache, const kvc_begin_args *args, kvc_batch **out) {
-    if (!args->replaced) { /* else rows of some groups alone count: kvc_prepare */
+    if (!args->replaced) { /* for a batch that restores, rows of some groups alone count: kvc_prepare checks */
         if (args->positions) KVC_TRY(check_not_expired(cache, args->num_tokens, args->positions, args->seq_ids));
         KVC_TRY(kvc_check_num_tokens(cache, args->num_tokens));
     }
@@ -134,7 +136,7 @@ static kvc_status begin_in_turn(kvc_cache *cache, const kvc_begin_args *args, kv
     kvc_status status = kvc_waiter_join(cache, &waiter, args->timeout_ms);
     if (status != KVC_OK) return status;
     do status = begin_next(cache, args, &waiter, out);
-    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
+    while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache)); /* what readers had pinned may now go */
     kvc_waiter_leave(cache, &waiter);
     return status;
 }

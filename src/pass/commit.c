@@ -1,4 +1,10 @@
-/* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch. */
+/* commit.c: kvc_commit, kvc_commit_kept and kvc_abort: end a batch.
+ *
+ * A sequence's pending runs are the slots that it was given in a group for the batch.  Their destination (pending->to)
+ * says what a commit does with them: appends them (KVC_TO_END), or replaces all that the sequence held there by them
+ * (KVC_TO_REPLACE, and KVC_TO_CROSS in cross-attention layers).  An unstored sequence holds nothing after the commit.
+ * Rows below position exact_to follow from the sequence's tokens alone.  Free blocks that windows or unstored sequences
+ * leave count as idle (num_idle): kvc_return_surplus gives back those that are not needed. */
 #include <string.h>
 
 #include "space/expire.h"
@@ -23,7 +29,7 @@ static void close_batch(kvc_batch *batch) {
             kvc_cache_drop(cache, sequence);
     }
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        cache->pools[g].epoch++;
+        cache->pools[g].epoch++; /* no slot that was handed out lacks its rows any more */
         for (int32_t s = 0; s < batch->num_sequences; s++)
             if (kvc_pending_of(batch, g, s)->to == KVC_TO_REPLACE)
                 cache->pools[g].counts.replacing -= kvc_pending_of(batch, g, s)->num_tokens;
@@ -60,6 +66,7 @@ static void end_slots(const kvc_batch *batch, int32_t g, int32_t s, const kvc_pe
     kvc_pool *pool = &cache->pools[g];
     const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
     for (int32_t i = 0; i < pending->num; token += pending->runs[i++].count)
+        /* Cuts the run into parts whose tokens are all committed, or all not. */
         for (int32_t from = 0, to; from < pending->runs[i].count; from = to) {
             const int32_t before = pool->free.num, is_kept = batch->committed[token[from]];
             kvc_run part = pending->runs[i];
@@ -163,12 +170,12 @@ static void end_sequence(const kvc_batch *batch, int32_t s) {
     }
     if (batch->replaced && keeps) kvc_replace_note(batch, s);
     if (batch->replaced) kvc_expire_behind(cache, member->sequence, -1);
-    batch->sequences[s].exact_to = batch->sequences[s].selected_from =
-        INT32_MAX; /* that is the sequence's now, and so are pending rows */
+    /* The sequence has these itself now, and the pending rows. */
+    batch->sequences[s].exact_to = batch->sequences[s].selected_from = INT32_MAX;
     for (int32_t g = 0; g < cache->num_groups; g++) kvc_pending_of(batch, g, s)->num = 0;
 }
 
-/* Finds out from where on a sequence is not exact, if some of its tokens are not committed. */
+/* Sets member->exact_to of sequences of which some tokens are not committed; it then includes selected_from. */
 static void find_exact(kvc_batch *batch) {
     for (int32_t s = 0; s < batch->num_sequences; s++) {
         kvc_batch_sequence *member = &batch->sequences[s];
@@ -183,7 +190,7 @@ static void find_exact(kvc_batch *batch) {
 
 /* Ends the batch, keeping the tokens marked in batch->committed, but none of an unstored sequence. */
 static kvc_status finish(kvc_batch *batch) {
-    int32_t num_committed = 0, commits_all = 1;
+    int32_t num_committed = 0, commits_all = 1; /* commits_all: of what the caller marked */
     for (int32_t t = 0; t < batch->num_tokens; t++) {
         commits_all &= batch->committed[t];
         num_committed += batch->committed[t] &= !batch->sequences[batch->sequence_of[t]].is_unstored;
@@ -192,7 +199,7 @@ static kvc_status finish(kvc_batch *batch) {
     kvc_cache *cache = batch->cache;
     const int32_t num_tokens = batch->num_tokens;
     kvc_lock(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.reserved = 0;
+    for (int32_t g = 0; g < cache->num_groups; g++) cache->pools[g].free.reserved = 0; /* new blocks stay */
     if (!commits_all) find_exact(batch);
     if (cache->prefixes.first) kvc_sessions_fill(batch); /* before windows move on */
     for (int32_t s = 0; s < batch->num_sequences; s++)
@@ -239,8 +246,8 @@ kvc_status kvc_commit_kept(kvc_batch *batch, const int32_t *kept, int32_t num_ke
     return status;
 }
 
-/* Gives back what the tokens were given in group g, the last slots first: then the free list is as it was, and the
- * new blocks go.  If a view keeps a block, a new block takes its place. */
+/* Gives back what the tokens were given in group g, the last slots first: so the free list gets its order back, and the
+ * new blocks at its end go.  If a view keeps a block in use, a new block stays in its place. */
 static void drop_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     int32_t num_blocks = 0;
@@ -248,9 +255,9 @@ static void drop_slots(const kvc_batch *batch, int32_t g) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
         for (int32_t i = pending->to < KVC_TO_REPLACE ? -1 : pending->num - 1; i >= 0; i--) {
             const kvc_run *run = &pending->runs[i];
-            const int32_t is_back = kvc_pool_untake(pool, run->block, run->slot, run->count);
-            num_blocks += is_back;
-            if (!run->slot && !is_back) pool->free.reserved--;
+            const int32_t is_free = kvc_pool_untake(pool, run->block, run->slot, run->count);
+            num_blocks += is_free; /* again */
+            if (!run->slot && !is_free) pool->free.reserved--;
         }
     }
     kvc_pool_unreserve(pool, num_blocks, &pool->free.reserved);

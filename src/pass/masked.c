@@ -1,4 +1,5 @@
-/* masked.c: ranges of positions that no query of a call sees: see masked.h. */
+/* masked.c: ranges of positions that no query of a call sees.  In a group with a stride, they become ranges of rows:
+ * kvc_rows_below gives the number of rows below a position. */
 #include "pass/masked.h"
 
 #include <stdlib.h>
@@ -70,7 +71,7 @@ void kvc_masked_sort(const kvc_batch *batch, int32_t group, const kvc_masked *gi
     qsort(ranges, (size_t)num, sizeof *ranges, by_begin);
     const kvc_masked_range *end = ranges + join(ranges, num);
     for (int32_t s = 0; s < batch->num_sequences; s++) {
-        by_sequence[s] = (kvc_masked_ranges){.ranges = ranges};
+        by_sequence[s] = (kvc_masked_ranges){.ranges = ranges}; /* sorted by sequence */
         while (ranges < end && ranges->sequence == s) ranges++;
         by_sequence[s].num = (int32_t)(ranges - by_sequence[s].ranges);
     }

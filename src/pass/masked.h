@@ -27,8 +27,8 @@ kvc_status kvc_masked_check(const kvc_batch *batch, const kvc_masked *given, siz
 void kvc_masked_sort(const kvc_batch *batch, int32_t group, const kvc_masked *given, size_t size, int32_t num,
                      kvc_masked_range *ranges, kvc_masked_ranges *by_sequence);
 
-/* Returns the first rows of a run at positions of at least *from that are not masked; their count may be 0.  Sets
- * *from to the position where the next such rows may begin. */
+/* Returns the first consecutive rows of a run, at positions of at least *from, that are not masked; their count may be
+ * 0.  Sets *from to where the next rows that are not masked may begin. */
 kvc_run kvc_masked_next(const kvc_masked_ranges *masked, const kvc_run *run, int32_t *from);
 
 #endif

@@ -1,4 +1,8 @@
-/* placing.c: in which blocks the tokens of a batch go: see placing.h. */
+/* placing.c: in which blocks the tokens of a batch go.  A sequence usually goes on in the block of its last row, and
+ * then in new blocks of its own.  If batch->goes_anywhere, tokens behind that block go to any used block with room
+ * first.  While a compaction is planned, rows count as lying where it will move them.  A batch that restores
+ * (batch->replaced) does not go on in last blocks, because its rows replace the old ones.  Only groups of destination
+ * KVC_TO_REPLACE and above get slots when the batch begins. */
 #include "pass/placing.h"
 
 #include "space/compact.h"
@@ -7,7 +11,8 @@
 
 /* ---- counting ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the block of a sequence's last row that stays, and its fill mark.  NULL: no row stays. */
+/* Returns the block of a sequence's last row that does not expire, once a planned compaction has run; *fill: its fill
+ * mark then.  NULL: all rows expire. */
 static kvc_block *find_last(const kvc_batch *batch, const kvc_sequence *sequence, int32_t g, kvc_scope scope,
                             int32_t *fill) {
     const kvc_pool *pool = &batch->cache->pools[g];
@@ -20,7 +25,7 @@ static kvc_block *find_last(const kvc_batch *batch, const kvc_sequence *sequence
         int32_t end = run->position + run->count > gone.end ? run->count : gone.begin - run->position;
         if (end <= 0) continue;
         if (end > run->count) end = run->count;
-        const int32_t *targets = c ? run->block->plan.targets : NULL;
+        const int32_t *targets = c ? run->block->plan.targets : NULL; /* the slots' new places; NULL: they stay */
         if (!targets) {
             *fill = kvc_pool_use(run->block, scope).fill;
             return run->block;
@@ -48,12 +53,14 @@ int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member
                         int32_t taken) {
     const kvc_sequence *sequence = member->sequence;
     const kvc_policy *policy = &batch->cache->policies[g];
+    /* A batch that begins at `start` may expire all rows before it. */
     const int32_t start = kvc_policy_next_start(policy, sequence->min_query_position),
-                  before = start - kvc_sequence_next(sequence);
+                  before = start - kvc_sequence_next(sequence); /* tokens up to there */
     if (before >= taken) return taken;
     own_slots own = {block, 0};
     kvc_runs_visit(&sequence->runs[g], kvc_policy_expired(policy, sequence->min_query_position).end, KVC_END,
                    count_own_slots, &own);
+    /* The block stays in use when these rows go, if others hold slots of it.  A planned compaction counts as others. */
     const int stays = block->pins || own.num < block->live || batch->cache->pools[g].compaction;
     return !stays ? taken : before > 0 ? before : 0;
 }
@@ -70,7 +77,7 @@ static int64_t count_own(const kvc_batch *batch, int32_t g, kvc_scope scope) {
         int32_t fill = 0, taken = 0;
         pending->last_block = NULL;
         if (pending->to < KVC_TO_REPLACE) continue;
-        if (!batch->replaced) /* rows that take the place of others do not go where these leave holes */
+        if (!batch->replaced) /* a batch that restores does not fill up a block that old rows leave */
             pending->last_block = find_last(batch, member->sequence, g, scope, &fill);
         kvc_block *last = pending->last_block;
         if (last) {
@@ -107,7 +114,7 @@ int64_t kvc_count_group(const kvc_batch *batch, int32_t g, kvc_scope scope) {
                                               : count_own(batch, g, scope),
                   num_free = pool->num_blocks - before;
     kvc_preview_close(&preview);
-    pool->demand = (kvc_demand){more, more > num_free ? more - num_free : 0};
+    pool->demand = (kvc_demand){more, more > num_free ? more - num_free : 0}; /* blocks to open; new ones of them */
     return before + more;
 }
 
@@ -125,9 +132,9 @@ kvc_block *kvc_next_open(const kvc_pool *pool, kvc_block **next) {
     return *next;
 }
 
-kvc_block *kvc_first_block(const kvc_batch *batch, int32_t g, int32_t s) {
+kvc_block *kvc_last_block(const kvc_batch *batch, int32_t g, int32_t s) {
     const kvc_run_list *list = &batch->sequences[s].sequence->runs[g];
-    if (!batch->goes_anywhere) return kvc_pending_of(batch, g, s)->last_block;
+    if (!batch->goes_anywhere) return kvc_pending_of(batch, g, s)->last_block; /* count_own found it */
     return list->num && !batch->replaced ? kvc_runs_end(list)[-1].block : NULL;
 }
 
@@ -151,7 +158,7 @@ static kvc_block *next_block(const kvc_batch *batch, int32_t g, int32_t s, place
     kvc_pool *pool = &batch->cache->pools[g];
     if (batch->goes_anywhere && kvc_next_open(pool, &p->next)) return p->next;
     if (batch->goes_anywhere && p->opened && p->opened->fill < pool->block_size) return p->opened;
-    pool->free.last_taken += !batch->sequences[s].is_unstored;
+    pool->free.last_taken += !batch->sequences[s].is_unstored; /* an unstored sequence gives its blocks back */
     return p->opened = kvc_pool_open(pool);
 }
 
@@ -160,7 +167,7 @@ static void take_slots(const kvc_batch *batch, int32_t g, int32_t s, places *p) 
     kvc_pool *pool = &batch->cache->pools[g];
     kvc_pending *pending = kvc_pending_of(batch, g, s);
     const int32_t *token = kvc_order_in(batch, g) + batch->sequences[s].first;
-    kvc_block *block = kvc_first_block(batch, g, s);
+    kvc_block *block = kvc_last_block(batch, g, s);
     for (int32_t done = 0; done < pending->num_tokens;) {
         if (!block || block->fill == pool->block_size) block = next_block(batch, g, s, p);
         const int32_t rest = pending->num_tokens - done, unfilled = pool->block_size - block->fill;

@@ -28,19 +28,19 @@ int64_t kvc_count_group(const kvc_batch *batch, int32_t g, kvc_scope scope);
 
 /* Tokens may arrive in several batches.  A batch may expire all rows before it, and go on in a new block.  Returns
  * how many of the `taken` slots behind a sequence's last row, in `block`, are used even then.  If others keep the block
- * from being free then, the tokens from there on go to another one. */
+ * in use then, the tokens from there on go to another one; otherwise the block becomes free, and is opened again. */
 int32_t kvc_slots_saved(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, const kvc_block *block,
                         int32_t taken);
 
-/* Returns the block in which a sequence goes on: that of its last row.  Call it once all plans are carried out.  NULL:
- * the sequence has no row, or the batch restores. */
-kvc_block *kvc_first_block(const kvc_batch *batch, int32_t g, int32_t s);
+/* Returns the block in which a sequence goes on, if there is space: that of its last row.  Returns NULL if it has no
+ * row that stays, or the batch restores.  Call it once rows have expired and were moved. */
+kvc_block *kvc_last_block(const kvc_batch *batch, int32_t g, int32_t s);
 
 /* Searches the list of all blocks from *next on for a used block with room.  Sets *next to the block, and returns it.
  * NULL: no block has room. */
 kvc_block *kvc_next_open(const kvc_pool *pool, kvc_block **next);
 
-/* Hands out slots to all tokens; there are free blocks for them. */
+/* Hands out slots to all tokens that get rows; there are free blocks for them. */
 void kvc_place_batch(kvc_batch *batch);
 
 #endif

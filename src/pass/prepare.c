@@ -1,4 +1,8 @@
-/* prepare.c: makes sure that a batch fits: see prepare.h. */
+/* prepare.c: makes sure that a batch fits before anything is changed, and then makes room for it.  Room is made in
+ * three ways: rows expire, kept sequences are evicted (the victims), and compactions move the rows of a group together.
+ * All are planned first.  For a packed batch, all rows are moved together.  Then its tokens go anywhere, to any used
+ * block with room, unless max_bytes leaves room for blocks of each sequence's own.  A batch only grows a sequence if
+ * its tokens stand behind all rows.  A stretch is tokens of a sequence at consecutive positions. */
 #include "pass/prepare.h"
 
 #include "base/compiler.h"
@@ -9,7 +13,7 @@
 #include "cache/waiting.h"
 
 void kvc_wait_for_writers(kvc_cache *cache, int32_t num_tokens, const int64_t *seq_ids) {
-    int waited; /* which released the mutex: all is looked at again */
+    int waited; /* whether this call released the mutex, and so has to look at all again */
     do {
         waited = 0;
         for (int32_t t = 0; !waited && cache->waiting.num_in_place && t < num_tokens; t++) {
@@ -28,7 +32,7 @@ kvc_status kvc_check_num_tokens(const kvc_cache *cache, int64_t num_tokens) {
     for (int32_t g = 0; cache->limits.capacity && num_tokens > cache->limits.capacity && g < cache->num_token_groups;
          g++)
         any |=
-            cache->pools[g].stride == 1 && /* else tokens may have no rows */
+            cache->pools[g].stride == 1 && /* with a stride, tokens may have no rows */
             (cache->limits.has_own_capacity || kvc_policy_most_rows(&cache->policies[g]) > cache->limits.max_seq_len);
     if (any && cache->limits.has_own_capacity)
         return kvc_fail(KVC_ERR_FULL,
@@ -124,7 +128,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
     }
 }
 
-/* Checks the capacity, which is set. */
+/* Checks that group g's rows do not exceed the capacity; called only if the cache has one. */
 static kvc_status check_slots(const kvc_need *need, int32_t g) {
     const kvc_batch *batch = need->context;
     if (!kvc_takes_rows(batch, g)) return KVC_OK;
@@ -149,9 +153,9 @@ static kvc_status check_slots(const kvc_need *need, int32_t g) {
 enum { TOO_MANY_RUNS = INT32_MAX / 2 + 1 }; /* more than a list may have: kvc_runs_prepare fails */
 
 /* The sequence's slots are a stretch for each stretch of consecutive positions, and one more for each further block
- * that it goes on in, and behind the sinks.  If its tokens go anywhere, these are the held blocks and one more.  The
- * staying slots of a stretch of n slots are at most (n + 1) / 2 runs.  The commit adds a row for each token, or no more
- * than the policy keeps, where the sequence only grows. */
+ * that it goes on in, and behind the sinks.  If its tokens go anywhere, the further blocks are the held ones and one
+ * more.  If a commit keeps some of n slots of a stretch, they are at most (n + 1) / 2 runs.  The commit adds a row for
+ * each token or, if the sequence only grows, no more than the policy keeps. */
 int32_t kvc_most_runs(const kvc_batch *batch, const kvc_batch_sequence *member, int32_t g, int32_t num) {
     const kvc_pending *pending = kvc_pending_of(batch, g, (int32_t)(member - batch->sequences));
     if (member->is_unstored || pending->to == KVC_TO_NOWHERE) return num;
@@ -177,7 +181,7 @@ static kvc_status prepare_lists(const kvc_batch *batch, kvc_sequence *sequence) 
         const int32_t most = member ? kvc_most_runs(batch, member, g, list->num) : 0,
                       more = most > list->num ? most - list->num : 0;
         if (cache->pools[g].compaction) {
-            status = kvc_runs_prepare_edit(list, &cache->memory, more + 2);
+            status = kvc_runs_prepare_edit(list, &cache->memory, more + 2); /* 2: for cuts where rows expire */
         } else if (kvc_policy_expires(&cache->policies[g])) {
             const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
             status = kvc_runs_prepare_expire(list, &cache->memory, gone.begin, gone.end, more);
@@ -238,9 +242,9 @@ static void plan_for_scattered(kvc_batch *batch, int32_t g) {
     if (!is_scattered && !KVC_BUGGIFY()) return;
     plan_compaction(cache, g); /* if there is no memory for it, the batch takes more memory */
     if (!pool->compaction) return;
-    kvc_count_group(batch, g, KVC_NOW);
+    kvc_count_group(batch, g, KVC_NOW); /* sets the demand */
     if (pool->demand.num_new <= num_new) return;
-    kvc_compaction_drop(cache, g);
+    kvc_compaction_drop(cache, g); /* it would take more new blocks than without */
     kvc_count_group(batch, g, KVC_NOW);
 }
 
@@ -333,7 +337,7 @@ static kvc_status reserve_blocks(const kvc_batch *batch) {
             status = kvc_pool_reserve(pool, pool->free.num + (int32_t)more, &pool->free.reserved);
     }
     if (status == KVC_OK) return KVC_OK;
-    for (g -= 2; g >= 0; g--)
+    for (g -= 2; g >= 0; g--) /* group g - 1 failed, and has undone its own */
         kvc_pool_unreserve(&cache->pools[g], cache->pools[g].free.num, &cache->pools[g].free.reserved);
     return status;
 }
@@ -343,6 +347,7 @@ kvc_status kvc_prepare(kvc_batch *batch) {
     KVC_TRY(plan(batch, 1));
     kvc_status status = reserve_blocks(batch);
     if (status != KVC_ERR_NOMEM) return status;
+    /* There is no memory for new blocks: lets kept sequences go until the free blocks suffice, and plans anew. */
     forget_plans(batch);
     set_packed(batch, batch->is_packed);
     KVC_TRY(kvc_choose_for_free_blocks(kvc_need_of(batch)));
@@ -374,7 +379,7 @@ void kvc_apply_prepared(const kvc_batch *batch) {
     kvc_evict(cache);
     for (int32_t g = 0; g < cache->num_groups; g++)
         if (cache->pools[g].compaction) kvc_compaction_run(cache, g);
-    while (cache->sequences.changed) {
+    while (cache->sequences.changed) { /* counts those that hold rows anew, and empties the list */
         kvc_sequence *sequence = cache->sequences.changed;
         kvc_cache_mark_changed(cache, sequence);
         kvc_cache_unmark_changed(sequence);

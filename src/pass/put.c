@@ -1,4 +1,7 @@
-/* put.c: kvc_put; and kvc_slots and kvc_written, with which callers write rows in place. */
+/* put.c: kvc_put; and kvc_slots and kvc_written, with which callers write rows in place.  A place is the slot of a
+ * token's rows in a group.  In a group with a stride, a token may have no row there (slot -1), and the arrays of a put
+ * have rows only for tokens that do.  Tokens come in lock step if tokens_per_sequence is given: so many of each
+ * sequence in turn.  A put to a cross-attention layer has rows of an encoder, and takes its slots itself. */
 #include <string.h>
 
 #include "pass/put.h"
@@ -39,14 +42,13 @@ static kvc_place place_of(const put_work *work, int32_t i) {
     return (kvc_place){work->start.block, work->start.slot + i};
 }
 
-/* Returns the offset of a token's row in an array: row `row` of its sequence where tokens come in lock step, otherwise
- * of the put. */
+/* Returns the offset in an array of row `row`: of token i's sequence if tokens come in lock step, else of the put. */
 static int64_t offset_of(const put_work *work, int32_t i, int32_t row, int64_t token_stride, int64_t batch_stride) {
     const int32_t inner = work->args->tokens_per_sequence;
     return (inner ? i / inner * batch_stride : 0) + row * token_stride;
 }
 
-/* Returns the number of rows before token i: of its sequence where tokens come in lock step, otherwise of the put. */
+/* Returns the number of rows before token i: in its sequence if tokens come in lock step, otherwise in the put. */
 static int32_t rows_before(const put_work *work, int32_t i) {
     const int32_t inner = work->args->tokens_per_sequence, first = inner ? i - i % inner : 0;
     int32_t num = 0;
@@ -76,6 +78,7 @@ static void put_rows(const put_work *work, int32_t i, int32_t row, int32_t count
     kvc_copy_rows(kernels, layer, 1, &values, &given_values, count);
 }
 
+/* Stores the rows of a task's tokens, as many at once as lie in consecutive slots. */
 static void put_task(void *context, int64_t task) {
     put_work *work = context;
     const int32_t inner = work->args->tokens_per_sequence, end = work->args->num_tokens;
@@ -83,7 +86,7 @@ static void put_task(void *context, int64_t task) {
     const int32_t last = end - i > work->task_tokens ? i + work->task_tokens : end;
     while (i < last && !kvc_poll_timer_ask(&work->timer)) {
         const kvc_place first = place_of(work, i);
-        int32_t n = first.slot >= 0, to = i + 1;
+        int32_t n = first.slot >= 0, to = i + 1; /* n: rows of the tokens [i, to) */
         for (; to < last && n < MOST_POLL_TOKENS && !(inner && to % inner == 0); to++) {
             const kvc_place next = place_of(work, to);
             if (next.slot < 0) continue;
@@ -206,7 +209,7 @@ void kvc_cross_put_end(kvc_batch *batch, kvc_cross_put *put, int all) {
         pending->runs[0] = put->run;
         pending->num = 1;
         atomic_fetch_add(&batch->num_cross_puts[put->group - batch->cache->num_token_groups], 1);
-        pool->free.reserved += put->reserved; /* all are given back at once */
+        pool->free.reserved += put->reserved; /* an abort gives all new blocks back at once */
     } else {
         const int32_t num_blocks = kvc_pool_untake(pool, put->run.block, put->run.slot, put->run.count);
         kvc_pool_unreserve(pool, num_blocks, &put->reserved);

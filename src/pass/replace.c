@@ -1,4 +1,6 @@
-/* replace.c: restoring batches: see replace.h. */
+/* replace.c: restoring batches (kvc_begin_args.replaced), whose rows replace all that their sequences held in some
+ * groups.  Lost positions of a list are those whose rows have expired.  Missing ones are those at which other groups
+ * have rows and the group has none since groups were replaced.  Both are intervals, which may cover more than that. */
 #include "pass/replace.h"
 
 #include <stdlib.h>
@@ -17,6 +19,7 @@ kvc_status kvc_replace_check(const kvc_cache *cache, const kvc_begin_args *args)
     return kvc_check_groups(cache, args->replaced, "replaced");
 }
 
+/* Compares keys, each a position and below it the token's index. */
 static int by_value(const void *a, const void *b) {
     const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
     return (x > y) - (x < y);
@@ -54,7 +57,7 @@ void kvc_replace_sort(kvc_batch *batch) {
 /* Widens a range (end 0: it is empty) by the positions of [begin, end) at which a list has no row, and that do not lie
  * in `skip`. */
 static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_interval skip, int32_t begin, int32_t end) {
-    for (const kvc_run *run; begin < end;) { /* to the first such position */
+    for (const kvc_run *run; begin < end;) { /* raises `begin` to the first such position */
         if (begin >= skip.begin && begin < skip.end)
             begin = skip.end;
         else if ((run = kvc_runs_at(list, begin)))
@@ -62,7 +65,7 @@ static void add_lacking(kvc_interval *range, const kvc_run_list *list, kvc_inter
         else
             break;
     }
-    for (const kvc_run *run; begin < end;) { /* down to the last one */
+    for (const kvc_run *run; begin < end;) { /* lowers `end` to behind the last one */
         if (end > skip.begin && end <= skip.end)
             end = skip.begin;
         else if ((run = kvc_runs_at(list, end - 1)))
@@ -87,9 +90,9 @@ void kvc_replace_remember(kvc_run_list *list) {
     if (list->num) kvc_interval_add(&list->missing, (kvc_interval){list->min_position, list->max_position + 1});
 }
 
-/* Notes as missing what other groups have and group g neither has nor has lost.  While they have such rows, it also
- * lacks what stood before these when it was replaced: the groups that had it may be replaced by now.  A row of a group
- * with a stride is of all tokens of its block. */
+/* Notes as missing what other groups have, and group g neither has nor has lost.  If there is any, positions
+ * below its end at which the group had or lacked rows before the batch are missing, too: the groups that had these rows
+ * may be replaced by now.  A row of a group with a stride counts for all positions that it stands for. */
 static void note_missing(kvc_sequence *sequence, int32_t g) {
     kvc_run_list *list = &sequence->runs[g];
     const kvc_interval before = list->missing;

@@ -1,9 +1,11 @@
 /* reserve.c: kvc_reserve and kvc_room: take memory for tokens to come, and say how many tokens fit.
  *
+ * Both ask by a probe: a batch that is prepared but never opened.  A stretch is tokens of a sequence at consecutive
+ * positions: the more stretches, the more runs its lists need.  A slot is faulted once its memory counts as resident.
+ *
  * An example.  A cache has a capacity of 100 rows and a max_seq_len of 64.  60 rows are live, 20 of them evictable, and
  * the sequence has 30 tokens.  The capacity leaves room for 100 - 40 = 60 tokens, and max_seq_len for 64 - 30 = 34.  So
- * the room is 34, unless there is max_bytes: then the largest number up to 34 is searched that max_bytes allows.
- */
+ * the room is 34, unless there is max_bytes: then the largest number up to 34 is searched that max_bytes allows. */
 #include "cache/check.h"
 #include "cache/waiting.h"
 #include "space/expire.h"
@@ -40,8 +42,8 @@ static kvc_status check_next(const kvc_cache *cache, int64_t seq_id) {
     return sequence && kvc_cache_misses(cache, sequence, next) ? kvc_fail_gone(cache, sequence, next) : KVC_OK;
 }
 
-/* Makes a probe: a batch that is prepared but never opened, to ask what num_tokens more tokens of a sequence would
- * need. Its arrays have only array_len elements, as nothing is written to them. */
+/* Makes a probe, to ask what num_tokens more tokens of a sequence would need.  Its arrays have only array_len elements,
+ * as nothing is written to them. */
 static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len, int32_t num_tokens, kvc_batch **out) {
     kvc_batch *batch = kvc_batch_new(cache, array_len, NULL);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", array_len);
@@ -107,12 +109,13 @@ static void fault_slots(const kvc_batch *batch, int32_t g) {
     kvc_pool *pool = &batch->cache->pools[g];
     const kvc_pending *pending = kvc_pending_of(batch, g, 0);
     int32_t rest = pending->num_tokens;
-    kvc_block *open = pool->first, *block = kvc_first_block(batch, g, 0);
+    kvc_block *open = pool->first, *block = kvc_last_block(batch, g, 0);
     const kvc_block *last = block;
     for (kvc_block *next = pool->free.first; rest > 0;) {
         const int32_t fill = block ? block->fill : pool->block_size;
         const int32_t taken = rest < pool->block_size - fill ? rest : pool->block_size - fill;
         if (taken) kvc_pool_fault(pool, block, fill + taken);
+        /* Tokens that come in several batches may leave the last block before it is full: kvc_slots_saved. */
         const int may_move = taken && block == last && batch->in_several && !batch->goes_anywhere;
         rest -= may_move ? kvc_slots_saved(batch, batch->sequences, g, block, taken) : taken;
         block = next_open(batch, g, last, &open);
@@ -140,9 +143,9 @@ static kvc_status reserve(kvc_cache *cache, int64_t seq_id, int64_t num_tokens) 
     kvc_apply_prepared(batch);
     kvc_sequence *sequence = batch->sequences->sequence;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
-        cache->pools[g].free.reserved = 0;
+        cache->pools[g].free.reserved = 0; /* new blocks stay, as nothing undoes this call */
         fault_slots(batch, g);
-        cache->pools[g].free.num_idle = 0;
+        cache->pools[g].free.num_idle = 0; /* no free block goes back as surplus: the tokens will take them */
     }
     sequence->in_batch = 0;
     if (kvc_sequence_is_blank(sequence) && !sequence->follower) kvc_cache_set_aside(cache, sequence);
@@ -219,6 +222,6 @@ kvc_status kvc_room(kvc_cache *cache, int64_t seq_id, int64_t *num_tokens) {
     if (!num_tokens) return kvc_fail(KVC_ERR_INVALID, "num_tokens is NULL");
     kvc_lock(cache);
     do kvc_wait_for_writers(cache, 1, &seq_id);
-    while ((cache->limits.capacity || cache->limits.max_bytes) && kvc_cache_wait_copies(cache)); /* they pin rows */
+    while ((cache->limits.capacity || cache->limits.max_bytes) && kvc_cache_wait_copies(cache)); /* readers pin rows */
     return kvc_unlock(cache, find_room(cache, seq_id, num_tokens));
 }
