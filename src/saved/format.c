@@ -1,4 +1,6 @@
-/* format.c: lists the tensors of a saved state, and writes its header: see format.h. */
+/* format.c: lists the tensors of a saved state, and writes its header.  A saved state is a safetensors file: 8 bytes
+ * with the length of the header, the header, which is JSON, and tensors.  The first tensors are tables, the others rows
+ * of layers, checksums and a MAC.  Each but the MAC is padded. */
 #include "saved/format.h"
 
 #include <stdarg.h>
@@ -20,6 +22,7 @@ typedef struct table {
     int32_t columns;     /* 8 bytes each; 0: the table has one column, and one dimension */
 } table;
 
+/* Returns a table's description; the numbers of its rows come from the table STATE. */
 static table table_at(const kvc_saved_state *state, int32_t i) {
     switch (i) {
     case STATE: return (table){"state", "I64", 1, 0, sizeof *state / 8};
@@ -57,7 +60,7 @@ void kvc_format_place(kvc_format *format, void *start) {
     char *at[NUM_TABLES] = {0}; /* GCC 12 with -O3 does not see that the loop sets them all */
     uint64_t offset = 0;
     for (int32_t i = 0; i < NUM_TABLES; i++) {
-        const table t = table_at(start, i);
+        const table t = table_at(start, i); /* the table STATE comes first */
         at[i] = (char *)start + offset;
         offset += kvc_align_up(table_bytes(&t), KVC_FORMAT_ALIGNMENT);
     }
@@ -110,8 +113,8 @@ static kvc_status visit_table(listing *l, const table *t, kvc_tensor_kind kind) 
     return visit_padded(l, &tensor);
 }
 
-/* Visits the keys, or the values, of a layer: [num_kv_heads][rows][elements], or bytes of quantised rows; or the scales
- * of rows: [num_kv_heads][rows]. */
+/* Visits the keys, or the values, of a layer: [num_kv_heads][rows][elements], or [bytes] for types that safetensors
+ * does not know.  With is_scale, visits their row scales: [num_kv_heads][rows]. */
 static kvc_status visit_rows(listing *l, int32_t layer, int32_t is_value, int32_t is_scale) {
     static const char *const dtypes[KVC_STORED_TYPES] = {
         [KVC_F32] = "F32", [KVC_F16] = "F16", [KVC_BF16] = "BF16", [KVC_INT8] = "I8"};
@@ -149,7 +152,7 @@ kvc_status kvc_format_visit(const kvc_format *format, uint64_t most, kvc_tensor_
     for (int32_t i = 0; status == KVC_OK && i < format->state->num_layers; i++) {
         const kvc_saved_layer *layer = &format->layers[i];
         if (layer->share || layer->kind == KVC_NONE) continue;
-        const int32_t parts = layer->v_dim && !layer->value_in_key ? 4 : 2;
+        const int32_t parts = layer->v_dim && !layer->value_in_key ? 4 : 2; /* keys, their scales, values, theirs */
         for (int32_t part = 0; status == KVC_OK && part < parts; part++) status = visit_rows(&l, i, part / 2, part % 2);
     }
     if (status != KVC_OK) return status;
@@ -167,6 +170,7 @@ typedef struct text {
     uint64_t size, length; /* length: what would be there, had it all fit */
 } text;
 
+/* Adds text, as far as it fits; counts all of it. */
 static void KVC_PRINTF(2, 3) add(text *out, const char *format, ...) {
     char piece[KVC_MOST_FINGERPRINT + 256];
     va_list args;
@@ -177,6 +181,7 @@ static void KVC_PRINTF(2, 3) add(text *out, const char *format, ...) {
         if (out->length < out->size) out->to[out->length] = piece[i];
 }
 
+/* Adds a tensor to the header.  Something stands before it, at least the metadata: so it begins with a comma. */
 static kvc_status add_tensor(void *context, const kvc_tensor *tensor) {
     text *out = context;
     add(out, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", tensor->name, tensor->dtype);
@@ -191,7 +196,7 @@ static const char BEGINNING[] = "{\"__metadata__\":{\"format\":\"kvcache\",\"ver
                   LIBRARY[] = "\",\"library\":\"", FINGERPRINT[] = "\",\"fingerprint\":\"", ENDING[] = "\"}";
 
 uint64_t kvc_format_header(const kvc_format *format, char *to, uint64_t size) {
-    text out = {to, size, 8};
+    text out = {to, size, 8}; /* behind the header's length, which is written last */
     add(&out, "%s%d%s%s%s%s%s", BEGINNING, KVC_FORMAT_VERSION, LIBRARY, format->library, FINGERPRINT,
         format->fingerprint, ENDING);
     kvc_format_visit(format, INT64_MAX, add_tensor, &out);

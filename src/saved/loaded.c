@@ -1,4 +1,7 @@
-/* loaded.c: the sequences and slots that the tables of a saved state ask for: see loaded.h. */
+/* loaded.c: the sequences and slots that the tables of a saved state ask for.  A holding is the rows of a sequence in a
+ * layer group, as saved: runs of rows of the file.  Rows that no chosen sequence holds are not needed.  The others are
+ * cut into extents, which fill one block after the other.  Lost and missing positions are those of kvc_run_list.
+ * Sequences that have an id that is loaded are replaced at the end. */
 #include "saved/loaded.h"
 
 #include <string.h>
@@ -15,7 +18,7 @@ static int is_interval(int64_t begin, int64_t end, int64_t stride) {
     return begin >= 0 && begin <= end && end <= INT32_MAX / stride;
 }
 
-/* Returns whether a sequence can hold this, in a group of the policy. */
+/* Returns whether a sequence can have this holding in a group of the policy. */
 static int is_holding(const kvc_saved_holding *h, const kvc_policy *policy) {
     const int32_t kind = policy->kind, stride = kvc_policy_stride(policy);
     const int64_t most = kind == KVC_NONE ? 0 : kind == KVC_CROSS ? 1 : INT64_MAX;
@@ -46,7 +49,7 @@ static kvc_status check_layers(const kvc_state *state) {
     while (i < cache->num_layers && f->layers[i].group == cache->group_of[i]) i++;
     if (i < cache->num_layers)
         return kvc_fail(KVC_ERR_FORMAT, "altered: layer %d is in group %lld", i, (long long)f->layers[i].group);
-    for (int32_t g = 0; g < cache->num_groups; g++) /* the rows of others are in the file, which bounds their number */
+    for (int32_t g = 0; g < cache->num_groups; g++) /* other groups' rows are in the file, which limits their number */
         if (cache->policies[g].kind == KVC_NONE && f->group_rows[g])
             return kvc_fail(KVC_ERR_FORMAT, "altered: group %d, of layers without attention, has rows", g);
     return KVC_OK;
@@ -76,7 +79,7 @@ static kvc_status check_holdings(const kvc_state *state, int64_t i, int64_t *fir
 /* Checks that sequences share all rows of a cross-attention layer or none: no run in its group begins or ends within
  * another.  edges: [rows + 1] zeros; where runs begin and end. */
 static kvc_status check_shared(const kvc_format *f, int32_t g, int32_t num_groups, uint8_t *edges) {
-    for (int checks = 0; checks < 2; checks++) {
+    for (int checks = 0; checks < 2; checks++) { /* the first pass only marks */
         const kvc_saved_holding *holding = f->holdings;
         const kvc_saved_run *run = f->runs;
         for (int64_t i = 0; i < f->state->num_sequences * num_groups; i++, run += holding++->num_runs) {
@@ -135,7 +138,7 @@ kvc_status kvc_loaded_choose(const kvc_state *state, const kvc_load_args *args, 
 
 /* ---- visiting runs ----------------------------------------------------------------------------------------------- */
 
-/* Calls visit for each run of the chosen sequences; at the end of each of its groups, for none. */
+/* A walk over the holdings of the chosen sequences. */
 typedef struct visitor {
     kvc_state *state;
     const kvc_load_args *args;
@@ -165,6 +168,7 @@ static kvc_status visit_all(visitor *v, kvc_status (*begin)(visitor *v, int64_t 
 
 /* ---- slots ------------------------------------------------------------------------------------------------------- */
 
+/* Marks the rows of a holding as needed. */
 static kvc_status mark_rows(visitor *v, int32_t g, const kvc_saved_holding *holding, const kvc_saved_run *runs) {
     const int is_cross = g >= v->state->cache->num_token_groups;
     for (int64_t r = 0; r < holding->num_runs; r++) {
@@ -172,7 +176,7 @@ static kvc_status mark_rows(visitor *v, int32_t g, const kvc_saved_holding *hold
         uint8_t *needed = v->needed[g] + run->row;
         for (int64_t i = 0; i < run->count; i++)
             if (needed[i] == NOT_NEEDED) needed[i] = NEEDED;
-        if (is_cross) needed[0] = BEGINS_BLOCK; /* rows of cross-attention are one run */
+        if (is_cross) needed[0] = BEGINS_BLOCK; /* a sequence's rows of cross-attention lie in a block of their own */
     }
     return KVC_OK;
 }
@@ -199,7 +203,7 @@ static int64_t cut_rows(kvc_extents *extents, const uint8_t *needed, int64_t num
     return num_blocks;
 }
 
-/* Takes the slots of a group. */
+/* Takes slots for the needed rows of a group. */
 static kvc_status take_slots(visitor *v, int32_t g) {
     kvc_state *state = v->state;
     kvc_pool *pool = &state->cache->pools[g];
@@ -210,7 +214,7 @@ static kvc_status take_slots(visitor *v, int32_t g) {
     if (!extents.items) return KVC_ERR_NOMEM;
     if (num_blocks > INT32_MAX / 2 - pool->num_blocks)
         return kvc_fail(KVC_ERR_NOMEM, "out of memory for %lld blocks", (long long)num_blocks);
-    cut_rows(&extents, v->needed[g], num_rows, pool->block_size);
+    cut_rows(&extents, v->needed[g], num_rows, pool->block_size); /* fills them in */
     KVC_TRY(kvc_pool_reserve(pool, (int32_t)num_blocks, &extents.reserved));
     kvc_block *block = NULL;
     for (int64_t i = 0; i < extents.num; i++) {
@@ -218,7 +222,7 @@ static kvc_status take_slots(visitor *v, int32_t g) {
         if (!e->slot) block = kvc_pool_open(pool);
         e->block = block;
         kvc_pool_take(pool, block, e->count);
-        memset(block->holders + e->slot, 0, (size_t)e->count * sizeof *block->holders); /* until runs hold them */
+        memset(block->holders + e->slot, 0, (size_t)e->count * sizeof *block->holders); /* add_runs holds them */
         pool->counts.replacing += e->count;
     }
     *to = extents;
@@ -227,6 +231,7 @@ static kvc_status take_slots(visitor *v, int32_t g) {
 
 /* ---- sequences --------------------------------------------------------------------------------------------------- */
 
+/* Makes sequence i of the file, without rows. */
 static kvc_status add_sequence(visitor *v, int64_t i) {
     kvc_cache *cache = v->state->cache;
     const kvc_format *f = &v->state->format;
@@ -236,7 +241,7 @@ static kvc_status add_sequence(visitor *v, int64_t i) {
     v->sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (!v->sequence) return kvc_fail_sequence(id);
     v->sequence->exact_to = (int32_t)f->exact_to[i];
-    v->sequence->date = 0;
+    v->sequence->date = 0; /* nobody knows how old its rows are */
     kvc_table_insert(&v->state->sequences, v->sequence);
     return KVC_OK;
 }
@@ -259,6 +264,7 @@ static int32_t visit_parts(const kvc_extents *extents, const kvc_saved_run *run,
     return num;
 }
 
+/* Gives the sequence that was made last the runs of its holding in group g. */
 static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holding, const kvc_saved_run *runs) {
     const kvc_extents *extents = &v->state->groups[g];
     kvc_run_list *list = &v->sequence->runs[g];
@@ -335,6 +341,7 @@ static void take_pages(kvc_state *state) {
     for (int32_t g = 0; g < state->cache->num_groups; g++)
         for (int64_t i = 0; i < state->groups[g].num; i++) {
             const kvc_extent *e = &state->groups[g].items[i];
+            /* The first extent of a block in which slots are filled for the first time. */
             if (!e->slot && e->block->pages.touched_before < e->block->fill) kvc_take_filled(state->cache, g, e->block);
         }
 }

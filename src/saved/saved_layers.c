@@ -1,4 +1,5 @@
-/* saved_layers.c: the layers and limits of a cache in the tables of a saved state: see saved_layers.h. */
+/* saved_layers.c: the layers and limits of a cache in the tables of a saved state.  A field that differs from what any
+ * cache can have makes a file "altered". */
 #include "saved/saved_layers.h"
 
 #include <string.h>
@@ -59,7 +60,7 @@ void kvc_save_limits(const kvc_cache *cache, kvc_saved_state *state) {
 
 /* ---- reading ----------------------------------------------------------------------------------------------------- */
 
-/* Stands for the function of a caller's. */
+/* Stands for the function of a caller's that moves keys, which no file has.  It fails. */
 static int32_t no_shift(void *user, int32_t layer, float *keys, int32_t num_kv_heads, int64_t num_rows, int32_t k_dim,
                         int32_t delta) {
     (void)user, (void)layer, (void)keys, (void)num_kv_heads, (void)num_rows, (void)k_dim, (void)delta;
@@ -139,7 +140,7 @@ static const char *find_difference(const kvc_layer *a, const kvc_layer *b, int32
     const struct {
         const char *name;
         int32_t a, b;
-        int counts;
+        int counts; /* layers of this kind use the field */
     } fields[] = {{"policy.kind", a->policy.kind, b->policy.kind, 1},
                   {"num_kv_heads", a->num_kv_heads, b->num_kv_heads, !is_none},
                   {"k_dim", a->k_dim, b->k_dim, !is_none},
@@ -159,7 +160,7 @@ static const char *find_difference(const kvc_layer *a, const kvc_layer *b, int32
     values[0] = kvc_policy_stride(&a->policy);
     values[1] = kvc_policy_stride(&b->policy);
     if (values[0] != values[1]) return "policy.stride";
-    values[0] = values[1] = -1; /* more than one number */
+    values[0] = values[1] = -1; /* equal: the difference is of more than one number */
     if (!kvc_policy_equal(&a->policy, &b->policy)) return "policy";
     if (keeps_tokens && a->rope.kind == KVC_ROPE_FREQUENCIES && !kvc_rope_equal(&a->rope, &b->rope)) return "rope";
     return NULL;

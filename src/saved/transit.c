@@ -1,4 +1,7 @@
-/* transit.c: rows on their way between a cache and a saved state: see transit.h. */
+/* transit.c: rows on their way between a cache and a saved state.  A state is a call that saves or loads.  Its extents
+ * are rows of the file that lie in consecutive slots of a block.  While rows are loaded, they count as rows that will
+ * replace others (pool->counts.replacing).  A piece is the bytes of a tensor that are hashed together.  state->cache is
+ * NULL while a file is read for which no cache was made yet. */
 #include "saved/transit.h"
 
 #include <string.h>
@@ -68,7 +71,7 @@ static void unpin(kvc_state *state) {
 
 /* ---- the sequences that are loaded ------------------------------------------------------------------------------- */
 
-/* Counts the rows of a group as rows of sequences. */
+/* Counts the rows of a group no longer as rows that will replace others. */
 static void uncount_replacing(kvc_state *state, int32_t g) {
     const kvc_extents *extents = &state->groups[g];
     for (int64_t i = 0; i < extents->num; i++) state->cache->pools[g].counts.replacing -= extents->items[i].count;
@@ -84,19 +87,20 @@ void kvc_state_accept(kvc_state *state) {
     state->is_loading = 0;
 }
 
-/* Gives back the slots and blocks that were taken for a group. */
+/* Gives back the slots and blocks that were taken for a group.  The last slots come first, so that the free list gets
+ * its order back, and the new blocks (`reserved` of them) at its end can be freed. */
 static void give_back(kvc_state *state, int32_t g) {
     kvc_extents *extents = &state->groups[g];
     kvc_pool *pool = &state->cache->pools[g];
     int32_t num_blocks = 0;
     for (int64_t i = extents->num - 1; i >= 0; i--) {
         const kvc_extent *e = &extents->items[i];
-        num_blocks += kvc_pool_untake(pool, e->block, e->slot, e->count);
+        num_blocks += kvc_pool_untake(pool, e->block, e->slot, e->count); /* 1 if the block is free again */
     }
     kvc_pool_unreserve(pool, num_blocks, &extents->reserved);
 }
 
-/* Holds the slots while it frees the sequences, so that blocks are given back in order. */
+/* Holds all slots while it frees the sequences, so that no block becomes free before give_back gives it back. */
 void kvc_state_drop(kvc_state *state) {
     kvc_cache *cache = state->cache;
     for (int32_t g = 0; state->groups && g < cache->num_groups; g++) {
@@ -182,7 +186,7 @@ static uint64_t find_bytes(const kvc_pieces *pieces, uint64_t begin, uint64_t en
     return past - from < most ? past - from : most;
 }
 
-/* Copies and hashes a piece. */
+/* Hashes a piece.  Saving copies it from the cache before, loading copies it to the cache on the way. */
 static void run_piece(void *context, int64_t i) {
     kvc_pieces *pieces = context;
     const uint64_t from = (uint64_t)i * KVC_FORMAT_PIECE, rest = pieces->size - from,

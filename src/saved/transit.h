@@ -21,7 +21,7 @@ typedef struct kvc_extent {
 typedef struct kvc_extents {
     kvc_extent *items;
     int64_t num;
-    int32_t reserved; /* loading: blocks for them */
+    int32_t reserved; /* loading: new blocks that were made for them */
 } kvc_extents;
 
 /* Memory of a state: what was asked for begins a cache line behind this. */
@@ -48,7 +48,7 @@ typedef struct kvc_state {
  * kvc_last_error. */
 void *kvc_state_alloc(kvc_state *state, uint64_t size);
 
-/* Does the same without the mutex held. */
+/* Does what kvc_state_alloc does for callers that do not hold the mutex: locks it meanwhile. */
 void *kvc_state_take(kvc_state *state, uint64_t size);
 
 /* Makes the list of groups, without extents.  KVC_ERR_NOMEM. */
@@ -96,8 +96,8 @@ typedef struct kvc_pieces {
     uint64_t hashes[KVC_WINDOW_PIECES];
 } kvc_pieces;
 
-/* Copies and hashes the pieces.  Returns the checksum of the tensor up to their end, given that up to their begin:
- * kvc_hash of a piece's kvc_hash, with the checksum before it as the seed.  That of no bytes is 0. */
+/* Copies and hashes the pieces.  `checksum` is that of the tensor up to their begin: 0 for no bytes.  Returns the
+ * checksum up to their end: for each piece, kvc_hash of its kvc_hash, with the checksum before it as the seed. */
 uint64_t kvc_pieces_run(kvc_pieces *pieces, uint64_t checksum);
 
 /* Makes the sketches of all rows of the extents, once these are loaded. */
