@@ -1,4 +1,10 @@
-/* edit.c: the public functions that remove or move tokens of a sequence, and clear sequences. */
+/* edit.c: the public functions that remove or move tokens of a sequence, and clear sequences.
+ *
+ * A change says what an edit does to the rows of one group (kvc_change): positions [begin, end) go, unless they are
+ * listed; [end, moved_end) move by `move`, or are divided.  A row's delta is how far it has moved since its key was
+ * rotated for a position, which readers make up for.  A rewrite carries out a change.  It copies rows to new slots if
+ * their keys have to be rotated at once.  Lost positions are those of expired rows, missing ones those of rows that
+ * only other groups have.  In a group with a stride, a row stands for that many positions. */
 #include <string.h>
 
 #include "cache/check.h"
@@ -44,13 +50,13 @@ typedef struct edit {
     int32_t removes; /* not 0: tokens are removed; 0: they move */
 } edit;
 
-/* Notes the edit of a sequence whose next position was `next`. */
+/* Notes in a sequence, whose next position was `next`, from where on rows were edited and are not exact. */
 static void note(kvc_sequence *sequence, const edit *e, int32_t next) {
     const kvc_change *c = &e->change;
     const int32_t moves = c->end < c->moved_end;
-    int32_t low = c->begin; /* the lowest position of what has changed */
-    if (c->begin == c->moved_end) return;
-    if (c->begin >= next) return; /* there are no such rows */
+    int32_t low = c->begin;               /* the lowest position of what has changed */
+    if (c->begin == c->moved_end) return; /* nothing changes */
+    if (c->begin >= next) return;         /* there are no rows there */
     if (c->divisor)
         low = c->begin / c->divisor;
     else if (moves && c->move < 0 && c->end + c->move < low)
@@ -80,7 +86,7 @@ static void add_moved(kvc_interval *all, kvc_interval lost, int32_t begin, int32
 static int32_t end_of(const kvc_listed *listed) { return listed->num ? listed->positions[listed->num - 1] + 1 : 0; }
 
 /* Returns the lost, or missing, positions of a list after the change in its group.  They are removed and moved as rows
- * are.  But where listed rows stay, lost positions before the last of these stay lost. */
+ * are.  Except: where listed rows stay, all lost positions up to the last listed one stay lost. */
 static kvc_interval lost_after(const kvc_change *c, kvc_interval lost) {
     kvc_interval after = {0, 0};
     add_moved(&after, lost, 0, c->listed ? kvc_rows_below(end_of(c->listed), c->listed->stride) : c->begin, 0, 1);
@@ -89,15 +95,15 @@ static kvc_interval lost_after(const kvc_change *c, kvc_interval lost) {
     return after;
 }
 
-/* Returns 1: every changing row is copied. */
+/* Returns 1: every changing row is copied.  A kvc_change.copies. */
 static int copies_every_row(const void *context, const kvc_run *run, int32_t slot) {
     (void)context, (void)run, (void)slot;
     return 1;
 }
 
-/* Returns the change in one group, whose rows have a stride or 1.  Rows are rewritten where only the caller's function
- * knows how keys move, and where positions are divided, as almost every row would need a delta of its own.  listed:
- * memory for own.listed. */
+/* Returns the change in one group, in rows if it has a stride.  Keys are rotated at once, in copies of their rows, if
+ * only the caller's function knows how they move, or if positions are divided: almost every row would need a delta of
+ * its own.  listed: memory for own.listed. */
 static kvc_change change_in(const kvc_cache *cache, int32_t group, const kvc_change *change, kvc_listed *listed) {
     const int32_t stride = cache->pools[group].stride;
     kvc_change own = *change;
@@ -147,8 +153,8 @@ static kvc_status copy_unlocked(kvc_cache *cache, kvc_sequence *sequence, kvc_re
     return status;
 }
 
-/* Copies the rows that are to be copied, and makes room for them.  Room is made first, unless the caller's function
- * may fail then: a failed call evicts nothing. */
+/* Copies the rows that are to be copied, and makes room for them.  A failed call evicts nothing.  So if the caller's
+ * function may fail, room is only checked before, and made after the copies. */
 static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrites *rewrites) {
     const kvc_need need = {.cache = cache,
                            .check_slots = check_slots,
@@ -159,7 +165,7 @@ static kvc_status copy_rows(kvc_cache *cache, kvc_sequence *sequence, kvc_rewrit
     for (int32_t g = 0; g < cache->num_token_groups; g++)
         if (rewrites->of_group[g].num_copies) kvc_rewrite_size_copiers(cache, g, &rewrites->of_group[g], copiers);
     if (!copiers->floats) return KVC_OK;
-    const int asks_caller = copiers->least != 0;
+    const int asks_caller = copiers->least != 0; /* a layer has a KVC_ROPE_FUNCTION */
     kvc_status status = kvc_copiers_new(cache, copiers);
     if (status == KVC_OK) status = asks_caller ? kvc_check_room(&need) : kvc_make_room(&need);
     if (status == KVC_OK) status = copy_unlocked(cache, sequence, rewrites);
@@ -203,8 +209,8 @@ static kvc_status change_groups(kvc_cache *cache, kvc_sequence *sequence, const 
     return status;
 }
 
-/* Does the same.  An edit that leaves none of its tokens ends the sequence.  Rows of cross-attention layers, for
- * example of an image, belong to these tokens, and later tokens under the same id must not see them. */
+/* Edits a sequence, and notes it.  An edit that removes its last token ends the sequence: its rows in cross-attention
+ * layers, for example of an image, must not be seen by later tokens under the same id. */
 static kvc_status apply(kvc_cache *cache, kvc_sequence *sequence, const edit *e) {
     const int32_t next = kvc_sequence_next(sequence);
     const int may_end =
@@ -275,7 +281,7 @@ static kvc_status check_listed(const int32_t *positions, int64_t num_positions) 
     return KVC_OK;
 }
 
-/* Finds the end of the listed positions in runs. */
+/* A search for the last listed position that runs have. */
 typedef struct listed_end {
     kvc_listed listed;
     int64_t next;
@@ -291,6 +297,7 @@ static void find_listed_end(void *context, const kvc_run *run) {
     }
 }
 
+/* Searches lost, or missing, positions as if they were a run. */
 static void find_listed_lost(listed_end *found, kvc_interval lost) {
     find_listed_end(found, &(kvc_run){.position = lost.begin, .count = lost.end - lost.begin});
 }
@@ -372,8 +379,8 @@ static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
     if (status == KVC_OK) status = kvc_check_not_kept(sequence);
     if (status == KVC_OK && sequence && e->change.move > 0)
         status = check_target(cache, sequence, e->change.begin, e->change.moved_end, e->change.move);
-    const int nothing = e->change.divisor ? e->change.divisor == 1 : e->change.move == 0;
-    if (status != KVC_OK || !sequence || nothing) return status;
+    const int stays = e->change.divisor ? e->change.divisor == 1 : e->change.move == 0;
+    if (status != KVC_OK || !sequence || stays) return status;
     if (e->change.divisor && cache->num_strided)
         return kvc_fail(KVC_ERR_UNSUPPORTED,
                         "divisor is %d: a layer has a stride, and its rows stand for positions that would become fewer",
@@ -385,7 +392,7 @@ static kvc_status move_range(kvc_cache *cache, int64_t seq_id, const edit *e) {
 kvc_status kvc_shift(kvc_cache *cache, int64_t seq_id, int32_t begin, int32_t end, int32_t delta) {
     kvc_status status = kvc_check_positions(begin, end);
     if (status != KVC_OK) return status;
-    edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .move = delta}};
+    edit e = {.change = {.begin = begin, .end = begin, .moved_end = end, .move = delta}}; /* end: removes none */
     if (begin + (int64_t)delta < 0) /* rows that would come below position 0 are removed */
         e.change.end = -(int64_t)delta < end ? -delta : end;
     kvc_lock(cache);
@@ -427,7 +434,7 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *except) {
     for (const kvc_sequence *sequence = kvc_table_first(table); sequence && !sequence->is_hidden;
          sequence = kvc_table_next(table, sequence))
         if (sequence != except) KVC_TRY(kvc_check_idle(sequence));
-    const int64_t first_new = cache->sequences.next_hidden_id; /* others may keep blocks meanwhile, which stay */
+    const int64_t first_new = cache->sequences.next_hidden_id; /* blocks that others keep meanwhile stay */
     for (kvc_sequence *sequence, *next = kvc_sequence_end(&table->named, KVC_BY_ID, 0); (sequence = next);) {
         next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
         if (sequence != except) kvc_cache_drop(cache, sequence);

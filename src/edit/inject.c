@@ -1,8 +1,8 @@
 /* inject.c: kvc_inject: replaces stored rows.
  *
- * First, rows to write that another sequence or a view holds too are copied to new slots, so that the sequence has each
- * slot to itself.  Then rows are written where they lie, without the mutex.
- */
+ * First, a rewrite (edit/rewrite.h) copies the rows to write that another sequence or a view holds too to new slots, so
+ * that the sequence has each slot to itself.  Then rows are written where they lie, without the mutex.  Positions may
+ * repeat: then the latest row is written.  Victims are kept sequences that the call will evict to make room. */
 #include <stdio.h>
 #include <string.h>
 
@@ -51,13 +51,13 @@ static void find_in_run(injection *x, const kvc_run *run) {
             x->found[i / 8] = (uint8_t)(x->found[i / 8] | 1 << i % 8);
         }
         if (from == to)
-            from--;
+            from--; /* a later row stands there */
         else
             x->parts[x->num_parts++] = kvc_run_part(&all, from, to);
     }
 }
 
-/* Finds the parts, in one pass from the row that arrived last to the first. */
+/* Finds the parts in one pass, from the row that arrived last to the first: the first found at a position counts. */
 static void find_parts(injection *x, const kvc_run_list *list) {
     x->num_parts = x->num_found = 0;
     memset(x->found, 0, found_bytes(x));
@@ -150,8 +150,8 @@ static void write_unlocked(injection *x) {
 
 /* ---- the call, with the mutex held ------------------------------------------------------------------------------- */
 
-/* Returns whether another sequence or a view has the row too, so that it must not be written.  Holders that would be
- * evicted do not count: see without_victims. */
+/* Returns whether another sequence or a view has the row too, so that it must not be written.  In the scope KVC_FIXED,
+ * evictable holders do not count.  A kvc_change.copies whose context is the scope. */
 static int is_shared(const void *context, const kvc_run *run, int32_t slot) {
     const kvc_holders *holders = &run->block->holders[slot];
     const kvc_scope *scope = context;
@@ -202,7 +202,7 @@ static void visit_victims(const injection *x, kvc_part_fn *visit, void *context)
             kvc_runs_visit(&victim->runs[x->group], 0, KVC_END, visit, context);
 }
 
-/* Makes the rewrite anew: without the victims, fewer rows are shared. */
+/* Makes the rewrite anew, as if the victims were evicted already: then fewer rows are shared. */
 static kvc_status remake(injection *x, kvc_scope scope) {
     const kvc_change change = {
         .begin = x->begin, .end = x->begin, .moved_end = x->end, .copies = is_shared, .context = &scope};
@@ -251,7 +251,7 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     if (status == KVC_OK && x->num_found) status = unshare_rows(x);
     if (status == KVC_OK && x->num_found) {
         if (x->rewrite.num_copies) find_parts(x, list); /* copied rows have other slots now */
-        /* The rows of a block from a store follow from its tokens. */
+        /* Rows of a block from a store (is_given) stay exact: they follow from its tokens. */
         const int32_t first = kvc_position_of(x->begin, x->stride);
         if (!sequence->evicting.is_given) kvc_sequence_note_edit(sequence, first, first);
         write_unlocked(x);
@@ -260,8 +260,6 @@ static kvc_status inject(injection *x, int64_t seq_id) {
     free_memory(x);
     return status;
 }
-
-/* ---- the public function ----------------------------------------------------------------------------------------- */
 
 /* Copies the caller's struct, checks it for num_rows rows of a layer, and resolves its strides. */
 static kvc_status resolve_rows_in(const kvc_layer *layer, const kvc_rows_in *given, kvc_rows_in *in, int64_t num_rows) {
@@ -302,7 +300,7 @@ kvc_status kvc_inject(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t b
     KVC_TRY(resolve_rows_in(&cache->layers[layer], given, &in, x.end - x.begin));
     kvc_lock(cache);
     do status = inject(&x, seq_id);
-    while (!(x.sequence && x.sequence->evicting.is_given) && /* its caller is one of those that are waited for */
+    while (!(x.sequence && x.sequence->evicting.is_given) && /* that call adds a block, and is itself a reader */
            status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     kvc_unlock(cache, KVC_OK);
     if (status == KVC_OK && in.num_replaced) *in.num_replaced = x.num_found;

@@ -1,4 +1,7 @@
-/* kept.c: makes kept sequences for prefixes, and goes on from them: see kept.h. */
+/* kept.c: makes kept sequences for prefixes, and goes on from them.  A kept sequence has the rows of some tokens of a
+ * prompt, for later prompts that begin alike.  A piece is its rows at positions [begin, end) of a new prompt.  Pieces
+ * are sorted by `begin`; those that begin alike may hold rows of the same tokens.  A match is the number of first
+ * tokens behind which the pieces have all rows that a query sees.  With a stride, positions are numbers of rows. */
 #include "edit/kept.h"
 
 #include "cache/batch.h"
@@ -9,7 +12,7 @@
 /* ---- making kept sequences ----------------------------------------------------------------------------------- */
 
 /* Adds the new sequence to the table and the kept ones if it holds rows and status is KVC_OK; frees it otherwise.
- * Returns status. */
+ * Returns the status. */
 static kvc_status end_keeping(kvc_cache *cache, kvc_sequence *sequence, kvc_status status) {
     if (status != KVC_OK || !kvc_sequence_holds(sequence)) {
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
@@ -64,7 +67,7 @@ static void visit_rows(const kvc_cache *cache, const kvc_sequence *sequence, int
     if (!member || member->is_unstored) return;
     const kvc_pending *pending = kvc_pending_of(batch, g, sequence->in_batch - 1);
     if (pending->to != KVC_TO_END) return;
-    const int is_stretch = member->num_stretches == 1;
+    const int is_stretch = member->num_stretches == 1; /* the batch's positions are consecutive: skips runs by that */
     int32_t i = first_pending(member, pending, begin);
     const int32_t *token = kvc_order_in(batch, g) + member->first;
     if (is_stretch && i < pending->num) token += pending->runs[i].position - pending->runs->position;
@@ -186,7 +189,7 @@ kvc_status kvc_make_kept_unwritten(kvc_cache *cache, int64_t id, int32_t begin, 
     rows.reserved = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_SCRATCH, -1);
     if (rows.reserved) rows.sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (rows.sequence) {
-        rows.sequence->evicting.num_pins = rows.sequence->evicting.is_given = 1;
+        rows.sequence->evicting.num_pins = rows.sequence->evicting.is_given = 1; /* its rows come from elsewhere */
         status = end_keeping(cache, rows.sequence, take_all(cache, &rows, layers, before));
     } else {
         status = kvc_fail_sequence(id);
@@ -227,7 +230,7 @@ static int32_t covered_to(const kvc_piece_list *p, int32_t g) {
         const kvc_run *run = run_at(p, i, g, end);
         if (!run) continue;
         end = kvc_lower(run->position + run->count, end_in(p, i, g));
-        i = first_beside(p, i) - 1;
+        i = first_beside(p, i) - 1; /* goes on with all pieces that begin there */
     }
     return end;
 }
@@ -247,21 +250,21 @@ static int32_t look_covered_from(const kvc_piece_list *p, int32_t g, int32_t end
             end = run->position;
             i = last_beside(p, i) + 1;
         } else if (first_beside(p, i) == i) {
-            break; /* rows of those before stand before these */
+            break; /* pieces that begin lower only have rows below its begin */
         }
     }
     return end;
 }
 
-/* Returns what look_covered_from does, but looks at no row twice while `end` falls. */
+/* Returns what look_covered_from does.  Keeps the answer, which holds for all ends within the stretch that it found. */
 static int32_t covered_from(const kvc_piece_list *p, int32_t g, int32_t end, int32_t last) {
     kvc_covered *c = &p->covered[g];
     if (end <= c->begin || end > c->end) *c = (kvc_covered){c->to, look_covered_from(p, g, end, last), end};
     return c->begin;
 }
 
-/* Returns the position behind the last row of group g below `end`, or any up to `least` if no row is behind that.
- * `last` as above. */
+/* Returns the position behind the last row of group g below `end`; any position up to `least` if no row is behind
+ * `least`.  Pieces behind `last` have no rows below `end`. */
 static int32_t last_below(const kvc_piece_list *p, int32_t g, int32_t end, int32_t last, int32_t least) {
     int32_t found = 0, begin = INT32_MAX;
     for (int32_t i = find_below(p, last, end); i >= 0; i = find_below(p, i - 1, end)) {
@@ -291,14 +294,14 @@ static int32_t find_end(const kvc_piece_list *p, int32_t g, int32_t end) {
         last = find_below(p, last, end);
         const int32_t from = covered_from(p, g, end, last);
         if (from <= kvc_policy_lowest(policy, end)) break;
-        /* The row at from - 1 is missing: what ends in this gap must see nothing, or else end before it. */
+        /* The row at from - 1 is missing: a match ends behind the last row before it, or where a query sees nothing. */
         const int32_t fresh = fresh_start(policy, from - 1), before = last_below(p, g, from - 1, last, fresh);
         end = before > fresh ? before : fresh;
     }
     return end;
 }
 
-/* Returns the largest position, at most `length`, at which all groups do. */
+/* Returns the largest position, at most `length`, at which all groups hold what a query there would see. */
 static int32_t find_match(kvc_piece_list *p, int32_t length) {
     p->num = find_below(p, p->num - 1, length) + 1;
     for (int32_t g = 0, end; g < p->cache->num_token_groups; g++) {
@@ -336,7 +339,7 @@ static void visit_beside(const kvc_piece_list *p, int32_t first, int32_t past, i
 static void visit_pieces(const kvc_piece_list *p, int32_t g, kvc_interval gap, int32_t end, kvc_part_fn *visit,
                          void *context) {
     for (int32_t i = 0, past; i < p->num; i = past) {
-        int32_t low = p->items[i].begin, high = low; /* of these pieces */
+        int32_t low = p->items[i].begin, high = low; /* positions of the pieces that begin there */
         past = last_beside(p, i) + 1;
         for (int32_t j = i; j < past; j++)
             if (p->items[j].rows && kvc_sequence_next(p->items[j].rows) > high)
@@ -347,7 +350,7 @@ static void visit_pieces(const kvc_piece_list *p, int32_t g, kvc_interval gap, i
     }
 }
 
-/* Makes one group of a sequence of what a query at `end` or later sees, and what its policy lets stay besides. */
+/* Fills a group's list with what a query at `end` or later sees, and what its policy keeps besides.  gap: the rest. */
 static kvc_status attach_group(const kvc_piece_list *p, int32_t g, int32_t end, kvc_run_list *list) {
     const kvc_policy *policy = &p->cache->policies[g];
     kvc_interval gap = {0, 0};

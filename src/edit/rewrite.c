@@ -1,4 +1,7 @@
-/* rewrite.c: makes, checks, copies and accepts rewrites: see rewrite.h. */
+/* rewrite.c: makes, checks, copies and accepts rewrites.  A rewrite gives a sequence new runs in one group: a change
+ * (kvc_change) moves rows to other positions, or copies them to slots of the sequence's own.  Copiers are threads.  A
+ * row's delta is how far it has moved since its key was rotated.  A change either adds to deltas, or applies them:
+ * rotates the copied keys and sets deltas to 0.  A piece is rows whose keys a KVC_ROPE_FUNCTION moves in one call. */
 #include "edit/rewrite.h"
 
 #include <string.h>
@@ -85,7 +88,7 @@ static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *c
 /* Calls add_part for all rows of the list but the dropped ones. */
 static void walk_rows(walk *w, const kvc_run_list *list) {
     const kvc_change *change = w->change;
-    int64_t next = 0; /* of change->listed */
+    int64_t next = 0; /* where the search in change->listed goes on */
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
         const kvc_run below = kvc_run_part(run, 0, change->begin),
                       above = kvc_run_part(run, change->moved_end, INT32_MAX);
@@ -170,7 +173,7 @@ void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_rewrite_visit_replaced(rewrite, kvc_drop_part, pool);
     pool->counts.replacing -= rewrite->num_copied;
     cache->stats.rows_copied += rewrite->num_copied;
-    rewrite->runs.lost = list->lost;
+    rewrite->runs.lost = list->lost; /* both stay as they are, unless the caller changes them */
     rewrite->runs.missing = list->missing;
     kvc_runs_free_list(list, &cache->memory);
     *list = rewrite->runs;
@@ -179,7 +182,7 @@ void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
 void kvc_rewrite_discard(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_pool *pool = &cache->pools[group];
     int32_t num_blocks = 0;
-    for (int32_t i = rewrite->num_copies - 1; i >= 0; i--) {
+    for (int32_t i = rewrite->num_copies - 1; i >= 0; i--) { /* last to first: the free list gets its order back */
         const kvc_copy *copy = &rewrite->copies[i];
         num_blocks += kvc_pool_untake(pool, copy->to, copy->to_slot, copy->count);
     }
@@ -233,7 +236,7 @@ void kvc_rewrite_size_copiers(const kvc_cache *cache, int32_t group, const kvc_r
 
 /* Copies the rows of one layer, all heads. */
 static void copy_rows(const kvc_layout *at, const kvc_copy *copy) {
-    const size_t scales[] = {at->k_scales, at->v_scales == at->k_scales ? 0 : at->v_scales};
+    const size_t scales[] = {at->k_scales, at->v_scales == at->k_scales ? 0 : at->v_scales}; /* 0: none of its own */
     for (int32_t h = 0; h < at->num_kv_heads; h++) {
         memcpy(kvc_key_at(at, copy->to, copy->to_slot, h), kvc_key_at(at, copy->from, copy->from_slot, h),
                (size_t)copy->count * at->k_row_bytes);
@@ -279,7 +282,7 @@ static void copy_part(void *context, int64_t part) {
     kvc_rotator rotator = {.kernels = c->cache->kernels};
     if (rewrite->change.applies_delta) rotator.scratch = c->copiers->scratch + (uint64_t)part * c->copiers->floats;
     const int64_t first = part * rewrite->num_copies / c->num_parts,
-                  end = (part + 1) * rewrite->num_copies / c->num_parts;
+                  end = (part + 1) * rewrite->num_copies / c->num_parts; /* of this part's copies */
     for (const kvc_copy *copy = rewrite->copies + first; copy < rewrite->copies + end; copy++) {
         for (int32_t l = 0; l < pool->num_layers; l++) copy_rows(&pool->layouts[l], copy);
         for (int32_t i = 0; rewrite->change.applies_delta && i < copy->count; i++) {
@@ -305,8 +308,8 @@ typedef struct moving {
     const kvc_layer *layer;
     const kvc_layout *at;
     const kvc_copiers *copiers;
-    int32_t index; /* index of the layer */
-    int32_t num_pieces, num_rows, encodes;
+    int32_t index;                         /* index of the layer */
+    int32_t num_pieces, num_rows, encodes; /* encodes: convert_piece encodes keys; otherwise it decodes them */
     piece pieces[FUNCTION_PIECES];
 } moving;
 
@@ -323,6 +326,7 @@ static void convert_piece(void *context, int64_t i) {
         const kvc_rows of_head = kvc_row_of(&stored, 0, h);
         float *keys = p->keys + (size_t)h * (size_t)p->count * (size_t)dim;
         if (!m->encodes) kvc_decode_rows(kernels, keys, stride, &of_head, p->count, dim);
+        /* Stored keys may be mixed: multiplied by a matrix that is its own inverse. */
         if (mixing.order) kernels->hadamard(keys, keys, p->count * dim, mixing);
         if (m->encodes) kvc_encode_rows(kernels, &of_head, keys, stride, p->count, dim);
     }
@@ -374,7 +378,7 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
         const kvc_copy *copy = &rewrite->copies[c];
         for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
             const int32_t position = copy->position + i, delta = (target(change, position) - position) * stride;
-            n = change->divisor ? 1 : copy->count;
+            n = change->divisor ? 1 : copy->count; /* divided, each row moves by a distance of its own */
             if (delta) status = add_piece(&m, (piece){.copy = copy, .first = i, .count = n, .delta = delta});
         }
     }

@@ -1,4 +1,6 @@
-/* share.c: the public functions that make a sequence share the rows of another. */
+/* share.c: the public functions that make a sequence (dst) share the rows of another (src).  To share a row is to
+ * become a holder of its slot: nothing is copied.  A sharer is a new sequence of the rows to share.  It takes the place
+ * of dst, or its runs are moved to the end of dst.  Rows below position exact_to follow from its tokens alone. */
 #include "edit/share.h"
 #include "cache/check.h"
 #include "cache/waiting.h"
@@ -13,17 +15,17 @@ static kvc_status find_two(kvc_cache *cache, int64_t src_id, int64_t dst_id, kvc
     } while (*dst && (*dst)->call.in_place);
     KVC_TRY(kvc_check_idle(*src));
     KVC_TRY(kvc_check_idle(*dst));
-    if (*src && kvc_sequence_is_blank(*src)) *src = NULL; /* a prefix follows it */
+    if (*src && kvc_sequence_is_blank(*src)) *src = NULL; /* it is there only because a prefix follows it */
     return kvc_check_not_kept(*dst);
 }
 
 /* The rows that dst is to share with src. */
 typedef struct sharing {
-    kvc_sequence *src, *dst; /* dst: what it holds is left out; NULL: nothing */
+    kvc_sequence *src, *dst; /* dst: rows that it holds already are left out; NULL: it holds none */
     int32_t begin, end;      /* positions of tokens */
 } sharing;
 
-/* Makes the list of one group, of no runs as yet. */
+/* Fills a list, which is empty, with the rows to share in one group. */
 static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc_run_list *to) {
     static const kvc_run_list nothing = {.min_position = -1, .max_position = -1};
     const kvc_run_list *from = &s->src->runs[g], *list = s->dst ? &s->dst->runs[g] : &nothing;
@@ -32,7 +34,7 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     const int32_t begin = is_cross ? 0 : kvc_rows_below(s->begin, stride),
                   end = is_cross ? KVC_END : kvc_rows_below(s->end, stride);
     kvc_sorted_runs held;
-    if (is_cross && list->num) return KVC_OK;
+    if (is_cross && list->num) return KVC_OK; /* dst keeps its own rows of an encoder */
     kvc_status status = kvc_runs_sort(list, &cache->memory, &held);
     if (status != KVC_OK) return status;
     const int32_t num = list->num ? kvc_runs_visit_missing(&held, from, begin, end, NULL, NULL) : from->num;
@@ -46,9 +48,9 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     return status;
 }
 
-/* Returns the position from which on the rows to share do not follow from the tokens that dst has then.  They do while
- * src is exact, and dst goes on as src does: its last token, exact in both, has its row in a slot of src's.  For such a
- * row was computed once, behind all tokens before it. */
+/* Returns the position from which on the rows to share do not follow from the tokens that dst has then.  They do as far
+ * as src is exact, if dst has been the same as src so far.  It has if the row of its last token, exact in both, is the
+ * same as in src: such a row was computed once, behind all tokens before it. */
 static int32_t find_exact_to(const sharing *s) {
     const int32_t next = s->dst ? kvc_sequence_next(s->dst) : 0;
     int goes_on = next == 0;
