@@ -1,11 +1,13 @@
-/* batch_rows.c: the rows that the tokens of a batch might see: see batch_rows.h. */
+/* batch_rows.c: the rows that the tokens of a batch might see: stored rows, and the batch's own that were put.  A
+ * sequence's pending runs are the slots that the batch has given it.  In a cross-attention layer they hold rows of an
+ * encoder, which replace the stored ones. */
 #include "read/batch_rows.h"
 
 /* Visits the rows of a run of the batch that were put. */
 static void visit_put(const kvc_batch *batch, int32_t layer, const kvc_run *run, const int32_t *tokens,
                       kvc_batch_rows_fn *visit, void *context) {
     const uint8_t *written = kvc_written_in(batch, kvc_source_of(batch->cache, layer));
-    for (int32_t from = 0, i = 0; i <= run->count; i++) {
+    for (int32_t from = 0, i = 0; i <= run->count; i++) { /* ends a part at a token that was not put, and at the end */
         if (i < run->count && written[tokens[i]]) continue;
         const kvc_run part = {run->block, run->slot + from, i - from, run->position + from, run->delta};
         if (part.count) visit(context, &part, tokens + from);

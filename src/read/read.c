@@ -1,4 +1,6 @@
-/* read.c: the public functions that list the positions of rows, and copy rows. */
+/* read.c: the public functions that list the positions of rows, and copy rows.  Rows are numbered in order of arrival,
+ * or by position: row i is then the one at position i (in a group with a stride, the i-th row).  They are copied from a
+ * snapshot: a copy of the runs, whose blocks are pinned, so that no mutex is held. */
 #include "read/read.h"
 
 #include <string.h>
@@ -93,8 +95,8 @@ typedef struct copying {
     int by_position;         /* gives zeros at a position without a row, the latest row of several */
 } copying;
 
-/* Takes a snapshot of these runs, of num_rows rows, and sets *num_stored to that, if it is not NULL.  KVC_ERR_INDEX if
- * there are fewer than `least`. */
+/* Takes a snapshot of runs, and sets *out.num_stored to their number of rows, num_rows, unless it is NULL.  Returns
+ * KVC_ERR_INDEX if num_rows is below `least`. */
 static kvc_status snap(copying *c, int64_t seq_id, const kvc_run *runs, int32_t num_runs, int64_t num_rows,
                        int64_t least) {
     if (c->out.num_stored) *c->out.num_stored = num_rows;
@@ -106,7 +108,7 @@ static kvc_status snap(copying *c, int64_t seq_id, const kvc_run *runs, int32_t 
     return num_rows ? kvc_snapshot_take(c->cache, c->layer, runs, num_runs, scratch, &c->from) : KVC_OK;
 }
 
-/* Do the same for a sequence: for its stored rows, or also for the open batch's. */
+/* Take a snapshot of a sequence's stored rows, or also of the rows that the open batch (out.batch) has put. */
 static kvc_status snap_stored(copying *c, int64_t seq_id, int64_t least) {
     kvc_cache_find(c->cache, seq_id); /* waits while its rows are written */
     const kvc_run_list *list = kvc_runs_of(c->cache, seq_id, c->layer);
@@ -134,7 +136,7 @@ static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
     kvc_lock(cache);
     kvc_cache_begin_reading(cache);
     const kvc_status status = c->out.batch ? snap_batch(c, seq_id, least) : snap_stored(c, seq_id, least);
-    if (!c->from.num_runs) kvc_cache_end_reading(cache);
+    if (!c->from.num_runs) kvc_cache_end_reading(cache); /* otherwise kvc_snapshot_close does */
     return kvc_unlock(cache, status);
 }
 
@@ -192,7 +194,7 @@ static int32_t count_tasks(const kvc_cache *cache, int32_t layer, int64_t num_ro
     return num_rows < threads ? (int32_t)num_rows : threads;
 }
 
-/* Sets positions[i] to the position of row begin + i of those at positions, if it is there, else to -1. */
+/* Sets positions[i] to the position of row begin + i, numbered by position; to -1 if the snapshot has no such row. */
 static void find_positions(const kvc_snapshot *s, int32_t begin, int32_t end, int32_t stride, int32_t *positions) {
     for (int32_t i = 0; i < end - begin; i++) positions[i] = -1;
     for (int32_t r = 0; r < s->num_runs; r++) {
@@ -237,7 +239,7 @@ kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t 
     KVC_TRY(KVC_READ(kvc_rows_out, &c.out, given, "out"));
     KVC_TRY(kvc_resolve_rows_out(&cache->layers[layer], &c.out, "out", c.num_rows, NULL));
     c.num_tasks = count_tasks(cache, layer, c.num_rows);
-    KVC_TRY(open_snapshot(&c, seq_id, 0));
+    KVC_TRY(open_snapshot(&c, seq_id, 0)); /* rows may be missing */
     if (c.out.positions) find_positions(&c.from, first, past, stride, c.out.positions);
     copy_all(&c);
     return KVC_OK;

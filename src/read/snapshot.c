@@ -1,4 +1,5 @@
-/* snapshot.c: the runs of a sequence as they are at one moment: see snapshot.h. */
+/* snapshot.c: the runs of a sequence as they are at one moment, whose blocks are pinned while they are read.  A poll
+ * calls the caller's function, which says whether to end early.  Meanwhile the call counts as no reader. */
 #include "read/snapshot.h"
 
 #include "cache/waiting.h"
@@ -32,6 +33,7 @@ int kvc_snapshot_poll(kvc_snapshot *s, kvc_poll_timer *timer) {
     return stop;
 }
 
+/* Unpins the blocks, and frees the snapshot's memory. */
 static void let_go(const kvc_snapshot *s) {
     kvc_cache *cache = s->cache;
     for (int32_t i = 0; i < s->num_runs; i++)
@@ -44,7 +46,7 @@ void kvc_snapshots_forked(kvc_cache *cache) {
         next = polling->next;
         if (kvc_thread_is_self(polling->thread)) continue;
         kvc_cache_end_polling(cache, polling);
-        let_go((const kvc_snapshot *)polling);
+        let_go((const kvc_snapshot *)polling); /* the snapshot's first field */
         kvc_cache_end_reading(cache);
     }
 }

@@ -6,7 +6,7 @@
 #include "cache/check.h"
 #include "cache/waiting.h"
 
-struct kvc_hold {
+struct kvc_hold { /* what a caller's view of rows has */
     kvc_cache *cache;
     kvc_pool *pool;
     size_t size; /* bytes of this allocation */

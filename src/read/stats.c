@@ -22,7 +22,7 @@ int64_t kvc_capacity_bytes(kvc_cache *cache) {
         const int64_t most = (INT64_MAX - bytes) / slot, slots = g < cache->num_token_groups
                                                                      ? cache->limits.capacity
                                                                      : cache->limits.max_sequences * pool->block_size;
-        if (!slots) return -1;
+        if (!slots) return -1; /* no limit */
         if (slots > most) return INT64_MAX;
         bytes += slots * slot;
     }
@@ -36,6 +36,7 @@ double kvc_utilization(kvc_cache *cache) {
         const kvc_pool *pool = &cache->pools[g];
         const double slots = cache->limits.capacity ? (double)cache->limits.capacity
                                                     : (double)(pool->num_blocks - pool->free.num) * pool->block_size;
+        /* Rows that are to replace others, and rows that may be evicted, do not count. */
         const int64_t live = pool->counts.live - pool->counts.replacing - pool->evicting.evictable;
         const double share = slots > 0 ? (double)live / slots : 0;
         if (share > most) most = share;

@@ -1,9 +1,10 @@
-/* compact.c: moves the rows of a group together.
+/* compact.c: moves the rows of a group together, into fewer blocks.
  *
  * Blocks that are not full are ordered as the runs of the sequences come to them.  Every live slot in them moves down
  * to the first free place in that order.  No row moves up, so that one pass over the rows of each head works in place.
- * Slots that several sequences share move once.  Slots keep their order, so runs stay runs.
- */
+ * Slots that several sequences share move once.  Slots keep their order, so runs stay runs.  A slot's target is its new
+ * place: a number over the blocks in that order.  Lists of runs get longer arrays (spare ones) before anything moves,
+ * so that moving cannot fail.  Sequences are fixed, or evictable: the latter are kept, and may be evicted. */
 #include <string.h>
 
 #include "space/compact.h"
@@ -36,7 +37,7 @@ static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
     int64_t waste = pool->tallies[KVC_NOW].movable.filled - pool->tallies[KVC_NOW].movable.live;
-    /* Do not count the holes that a window leaves behind its sinks, and in the block it moves out of, soon free. */
+    /* Holes that a window leaves behind its sinks, and in the block that it moves out of, do not count: soon free. */
     if (kvc_policy_expires(&cache->policies[group]))
         waste -= 2 * (int64_t)pool->block_size * cache->sequences.num_holding;
     return waste;
@@ -73,8 +74,7 @@ static void add_block(kvc_compaction *c, kvc_block *block) {
     block->plan.is_ordered = 1;
 }
 
-/* Returns the last block that may move, by rows of a sequence in the batch that is about to begin, or NULL.
- */
+/* Returns the last movable block with rows of a sequence in the batch that is about to begin; NULL if there is none. */
 static kvc_block *last_of_batch(const kvc_compaction *c) {
     for (const kvc_sequence *s = kvc_table_first_fixed(&c->cache->sequences); s && !s->is_hidden;
          s = kvc_table_next_fixed(s)) {
@@ -144,7 +144,7 @@ static void plan_moves(kvc_compaction *c) {
     c->live = next;
 }
 
-/* Takes the first slots off a run that stay side by side, and returns them in their new place. */
+/* Takes slots off the front of a run, as many as stay side by side, and returns them in their new place. */
 static kvc_run next_moved(const kvc_compaction *c, kvc_run *rest) {
     const int32_t *targets = rest->block->plan.targets, size = c->pool->block_size;
     kvc_run part = *rest;
@@ -162,7 +162,7 @@ static kvc_run next_moved(const kvc_compaction *c, kvc_run *rest) {
 
 /* Returns for how many runs a list must have room while the compaction moves its runs. */
 static int32_t room_for(const kvc_compaction *c, const kvc_run_list *list) {
-    int32_t num = 0, moved = 0, ahead = 0; /* runs before, runs written, and the most by which these are ahead */
+    int32_t num = 0, moved = 0, ahead = 0; /* runs read, runs written, and the most by which more were written */
     kvc_run last = {0};
     for (const kvc_run *run = kvc_runs_begin(list); run < kvc_runs_end(list); run++) {
         kvc_run rest = *run;
@@ -245,7 +245,7 @@ static void move_rows(kvc_compaction *c) {
 
 /* Gives the runs of a list the new places of their slots; a run that would cross the end of a block becomes two. */
 static void move_runs(const kvc_compaction *c, kvc_run_list *list) {
-    const int32_t num = list->num, from = list->capacity - num;
+    const int32_t num = list->num, from = list->capacity - num; /* reads from the array's end, writes from its start */
     const kvc_interval lost = list->lost;
     if (!num) return;
     memmove(list->runs + from, kvc_runs_begin(list), (size_t)num * sizeof *list->runs);
@@ -266,7 +266,7 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
     kvc_compaction *c = pool->compaction;
     for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
         kvc_runs_install(&s->runs[group], &cache->memory);
-        if (s->evicting.is_evictable) kvc_useful_remove(cache, s);
+        if (s->evicting.is_evictable) kvc_useful_remove(cache, s); /* it is added again where its rows then are */
     }
     move_rows(c);
     for (kvc_sequence *s = first_of(c); s; s = next_of(c, s)) {
@@ -285,8 +285,6 @@ void kvc_compaction_drop(kvc_cache *cache, int32_t group) {
     free_memory(pool->compaction);
     pool->compaction = NULL;
 }
-
-/* ---- the public function ----------------------------------------------------------------------------------------- */
 
 static kvc_status compact(kvc_cache *cache) {
     kvc_status status = kvc_check_closed(cache, "compact");

@@ -1,12 +1,15 @@
-/* evict.c: chooses and evicts victims among kept sequences: see evict.h.
+/* evict.c: chooses and evicts victims among kept sequences, for a call that needs room (kvc_need).
+ *
+ * Choosing changes nothing: a preview counts a group's slots as if the victims were gone.  What the call lacks is slots
+ * of some groups, or bytes, or both.  A victim goes, or only loses its rows in windows and chunks (its fate).  In the
+ * scope KVC_FIXED all evictable sequences count as gone.
  *
  * An example.  A call lacks 5 slots.  The evictable sequences, from the least recently used on, would free
  *
  *     a 3 slots    b none, as a sequence that is fixed shares its rows    c 4 slots    d 9 slots
  *
  * The fewest of the oldest with which the call fits are a, b and c.  Of these, b stays, and a and c are evicted.  That
- * d alone would do does not matter: it was used last.
- */
+ * d alone would do does not matter: it was used last. */
 #include "space/evict.h"
 
 #include <stdio.h>
@@ -35,7 +38,7 @@ void kvc_let_victims_stay(kvc_cache *cache) {
 void kvc_evict(kvc_cache *cache) {
     for (kvc_sequence *victim; (victim = cache->evicting.victims);) {
         const int goes = victim->evicting.fate == KVC_GOES; /* otherwise it loses its rows in windows and chunks */
-        if (!goes) kvc_cache_pin(cache, victim, 1);         /* holders of rows that change do not count as evictable */
+        if (!goes) kvc_cache_pin(cache, victim, 1);         /* not evictable while its rows change */
         for (int32_t g = 0; g < cache->num_token_groups; g++)
             if (goes)
                 cache->stats.rows_evicted += victim->runs[g].num_rows;
@@ -51,9 +54,9 @@ void kvc_evict(kvc_cache *cache) {
     }
 }
 
-/* ---- counting without them --------------------------------------------------------------------------------------- */
+/* ---- counting without victims ------------------------------------------------------------------------------------ */
 
-/* A preview without what the call drops in the end; `slots` counts these slots, too. */
+/* Opens a preview of a group without what the call drops in the end.  preview.slots counts these slots, too. */
 static kvc_preview open_without(const kvc_need *need, int32_t g, kvc_scope scope) {
     kvc_preview preview = kvc_preview_open(need->cache, g, scope, need->expires);
     if (need->visit_replaced) need->visit_replaced(need, g, kvc_preview_drop_part, &preview);
@@ -117,7 +120,8 @@ static void note_freed(const kvc_need *need, int32_t g) {
     close_without(need, g, &preview);
 }
 
-/* Notes who holds rows beside those that the call itself drops: they may be the only ones then. */
+/* Makes sequences count as useful that hold rows in blocks of which the call itself drops rows: after that, they may
+ * be the only holders of a slot. */
 static void note_dropped(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
@@ -170,7 +174,7 @@ static int32_t let_useless_stay(kvc_cache *cache) {
 static void sift(const kvc_need *need) {
     kvc_cache *cache = need->cache;
     note_all_freed(need);
-    if (let_useless_stay(cache)) note_all_freed(need); /* those that stay may hold rows of others */
+    if (let_useless_stay(cache)) note_all_freed(need); /* what stays may hold rows of other victims */
     for (kvc_sequence *victim = cache->evicting.victims; victim; victim = victim->evicting.next_victim)
         if (!(victim->evicting.frees & FREES_FULL) && !frees_state(cache, victim) && holds_full(cache, victim))
             victim->evicting.fate = KVC_LOSES_WINDOWS;
@@ -183,6 +187,7 @@ static int32_t count_lacking(const kvc_cache *cache) {
     return num;
 }
 
+/* Returns whether rows of a group would free something that is lacking. */
 static int lacks_rows_of(const kvc_cache *cache, int32_t g) {
     return cache->evicting.lacks_bytes || cache->pools[g].evicting.lacks_slots;
 }
@@ -263,8 +268,8 @@ kvc_status kvc_fits(const kvc_need *need) {
     return need->takes_no_memory ? check_free_blocks(need) : KVC_OK;
 }
 
-/* Finds the fewest victims with which it fits: there may be many that may be evicted, of which a call needs few.
- * Begins again once something else is found to be lacking, too. */
+/* Finds the fewest victims with which the call fits: tries 1, 2, 4 ... until it fits, and then bisects, as a call needs
+ * few of many.  Begins again once something else is found to be lacking, too. */
 static kvc_status find_oldest(const kvc_need *need) {
     int64_t tried = 1, less = 0, more = 0; /* less: known not to do; more: known to do, 0: not known yet */
     int32_t lacking = count_lacking(need->cache);
@@ -277,14 +282,14 @@ static kvc_status find_oldest(const kvc_need *need) {
             less = more = 0;
             continue;
         }
-        if (status != KVC_OK && (status != KVC_ERR_FULL || chosen < tried)) return status;
-        if (status == KVC_OK && chosen <= less + 1) return KVC_OK;
+        if (status != KVC_OK && (status != KVC_ERR_FULL || chosen < tried)) return status; /* no more to choose */
+        if (status == KVC_OK && chosen <= less + 1) return KVC_OK;                         /* one fewer does not do */
         *(status == KVC_OK ? &more : &less) = chosen;
         tried = !more ? 2 * less : more - less > 1 ? less + (more - less) / 2 : more;
     }
 }
 
-/* Adds to the error of a call that does not fit that so many of something hold room, and what would do. */
+/* Adds to the error of a call that does not fit how many of something take room, and what the caller can do. */
 static void add_to_error(int64_t num, const char *what) {
     char text[384]; /* a copy, as kvc_fail writes over it, and with space behind it for what is added */
     snprintf(text, sizeof text, "%.*s", (int)sizeof text - 1, kvc_last_error());

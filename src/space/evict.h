@@ -25,7 +25,7 @@ typedef struct kvc_need {
     void *context;
     const char *what;   /* begins messages ... */
     int32_t num_tokens; /* ... unless the call adds tokens, of which this is the number */
-    /* KVC_FIXED: both are asked as if all that may be evicted were, which takes no time. */
+    /* KVC_FIXED: check_slots and count_bytes count all that may be evicted as evicted, which takes no time. */
     kvc_scope scope;
     int32_t expires;         /* whether the call expires rows, as kvc_begin does */
     int32_t takes_no_memory; /* whether new blocks count as lacking, too: the system has refused memory for one */
@@ -63,7 +63,7 @@ kvc_status kvc_make_room(const kvc_need *need);
  * or, in KVC_FIXED, all that may be evicted. */
 int64_t kvc_live_after(const kvc_need *need, int32_t g, kvc_scope scope);
 
-/* Returns whether these, *live, and `more` exceed the capacity, and notes that in pool->evicting.lacks_slots. */
+/* Sets *live to kvc_live_after.  Returns whether *live + more exceeds the capacity, and notes that in lacks_slots. */
 int kvc_exceeds_capacity(const kvc_need *need, int32_t g, int64_t more, int64_t *live);
 
 #endif

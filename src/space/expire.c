@@ -1,4 +1,6 @@
-/* expire.c: expires rows, and previews it: see expire.h. */
+/* expire.c: expires rows, and previews it.  kvc_policy_expired says which rows no query at sequence->min_query_position
+ * or later sees.  A preview takes the rows that a group will lose, by expiry or with victims, out of its blocks' counts
+ * for a while.  Blocks whose counts differ so are tried ones.  Free blocks that this leaves are idle. */
 #include "space/expire.h"
 
 int64_t kvc_count_staying(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
@@ -41,7 +43,7 @@ kvc_preview kvc_preview_open(kvc_cache *cache, int32_t g, kvc_scope scope, int e
     kvc_pool *pool = &cache->pools[g];
     kvc_preview preview = {.pool = pool, .cache = cache, .scope = scope, .expires = expires};
     kvc_preview_visit_lost(&preview, kvc_preview_drop_part, &preview);
-    if (scope == KVC_FIXED) preview.slots += pool->evicting.evictable;
+    if (scope == KVC_FIXED) preview.slots += pool->evicting.evictable; /* all evictable sequences count as gone */
     return preview;
 }
 
@@ -84,7 +86,7 @@ void kvc_expire(kvc_cache *cache, int32_t g) {
 void kvc_set_min_query_behind(kvc_sequence *sequence, int32_t last) {
     int32_t low = kvc_min_query_position(sequence);
     if (low == kvc_sequence_next(sequence) && low <= last) low = last + 1;
-    sequence->min_query_position = low ? low - 1 : 0;
+    sequence->min_query_position = low ? low - 1 : 0; /* so that the last token can be taken back */
 }
 
 void kvc_set_min_query_positions(kvc_cache *cache) {

@@ -1,4 +1,5 @@
-/* limits.c: counts and limits a cache's memory: see limits.h. */
+/* limits.c: counts a cache's memory.  max_bytes counts whole blocks at pool->cost each, states and prompts, for which
+ * it leaves limits.budget.  In the scope KVC_FIXED, what may be evicted does not count; victims never do. */
 #include "space/limits.h"
 
 #include "space/expire.h"
@@ -16,7 +17,7 @@ void kvc_reserved_free(kvc_cache *cache) {
 
 void kvc_give_back(kvc_cache *cache, int64_t most_bytes) {
     if (kvc_cache_bytes(cache) > most_bytes) kvc_reserved_free(cache);
-    for (int32_t g = 0; g < cache->num_groups; g++)
+    for (int32_t g = 0; g < cache->num_groups; g++) /* frees free blocks, one by one */
         while (kvc_cache_bytes(cache) > most_bytes && kvc_pool_shrink(&cache->pools[g], 0, 1));
     for (int32_t g = 0; g < cache->num_groups; g++) {
         kvc_pool *pool = &cache->pools[g];

@@ -22,7 +22,7 @@ void kvc_give_back(kvc_cache *cache, int64_t most_bytes);
 void kvc_give_back_beyond(kvc_cache *cache);
 
 /* Returns how many blocks of a group are in use once rows are moved together, and num_rows more are there.  tally: what
- * is in use before.  Rows in held blocks stay; their rest is filled first. */
+ * is in use before.  Rows in held blocks stay; the free slots of these blocks are filled first. */
 static inline int64_t kvc_packed_blocks(const kvc_pool *pool, const kvc_tally *tally, int64_t num_rows) {
     const int64_t size = pool->block_size, open = tally->held.blocks * size - tally->held.filled,
                   live = tally->used.live - tally->held.live + (num_rows > open ? num_rows - open : 0);

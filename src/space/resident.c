@@ -2,8 +2,8 @@
  *
  * A step counts as a call that reads rows: calls that wait for readers wait for one step at most; other calls leave the
  * memory of the step alone (kvc_memory_is_busy).  Between two steps anything may change, so each step is chosen anew,
- * with the mutex held.
- */
+ * with the mutex held.  A page work is a call's list of steps, of which it has one at a time.  Surplus blocks are free
+ * ones, left by expiries or unstored sequences, that nobody will soon need. */
 #include "space/resident.h"
 
 #include "base/compiler.h"
@@ -32,7 +32,7 @@ static int step(kvc_cache *cache, kvc_page_work *work, int (*act)(void *p, size_
     kvc_unlock(cache, KVC_OK);
     const int result = act(work->p, work->size);
     kvc_lock(cache);
-    work->size = 0;
+    work->size = 0; /* the call is between two steps */
     kvc_cache_end_reading(cache);
     if (cache->waiting.num_waiting) kvc_signal_all(&cache->waiting.idle);
     kvc_cache_begin_reading(cache);
@@ -73,6 +73,7 @@ static int let_pass(void *p, size_t size) {
  * Otherwise another call might take the slots meanwhile. */
 static void take_pages(kvc_cache *cache, int32_t g, kvc_page_work *work) {
     kvc_taking taking = {0}, before = taking;
+    /* before: how far it has come before the step, for a step that fails and is made again by hand. */
     for (int by_hand = 0; kvc_pool_next_fault(&cache->pools[g], &taking, work); before = taking) {
         if (by_hand) touch(work);
         if (step(cache, work, by_hand ? let_pass : kvc_pages_take)) continue;
@@ -91,7 +92,7 @@ void kvc_take_pages(kvc_cache *cache) {
     end_work(cache, &work);
 }
 
-/* Takes memory for huge pages, as such ones if the system can: a page of each, which the others then join. */
+/* Takes memory for huge pages: one OS page of each, which the others join by collapsing, if the system can do that. */
 static int take_collapsed(void *p, size_t size) {
     for (size_t i = 0; i < size; i += KVC_HUGE_PAGE) kvc_pages_take((char *)p + i, 1);
     return kvc_pages_collapse(p, size) || kvc_pages_take(p, size);
@@ -125,7 +126,7 @@ void kvc_return_pages(kvc_cache *cache) {
     int64_t before, after;
     begin_work(cache, &work);
     do {
-        const int64_t at_once = KVC_BUGGIFY() ? 1 : RETURN_BYTES;
+        const int64_t at_once = KVC_BUGGIFY() ? 1 : RETURN_BYTES; /* KVC_BUGGIFY: true in simulations, now and then */
         before = kvc_cache_bytes(cache);
         kvc_give_back(cache, before > at_once ? before - at_once : 0);
         after = kvc_cache_bytes(cache);
