@@ -1,4 +1,7 @@
-/* checkpoint.c: the recurrent states of a model: see checkpoint.h. */
+/* checkpoint.c: the recurrent states of a model: see checkpoint.h.
+ *
+ * A checkpoint is a state, behind its struct, kept with the block (node) at whose end it was.  The block is a user of
+ * it.  Evicting the block's rows frees the state if it has no other user. */
 #include "prefix/checkpoint.h"
 
 #include <string.h>
@@ -10,6 +13,7 @@
 
 void kvc_checkpoint_note(kvc_cache *cache, const kvc_checkpoint *checkpoint) {
     kvc_sequence *rows = checkpoint->node ? checkpoint->node->rows : NULL;
+    /* its only user is the block: */
     const int goes = rows && rows->evicting.is_evictable && checkpoint->num_users == 1;
     if (rows) kvc_useful_note_state(cache, rows, goes ? checkpoint->num_bytes : 0);
 }
@@ -86,7 +90,7 @@ static int is_used_later(const kvc_links *member, const kvc_links *other) {
     return a->stamp > b->stamp;
 }
 
-/* Put a checkpoint in its place among those without a pin, or count it among the others; and take it out. */
+/* Sort a checkpoint into all->unpinned, or count it in pinned_bytes if its node's state has a pin; and undo that. */
 static void sort(kvc_checkpoints *all, kvc_checkpoint *checkpoint) {
     if (checkpoint->node->users.num_state_pins)
         all->pinned_bytes += checkpoint->num_bytes;

@@ -31,7 +31,7 @@ typedef struct directory {
     char *path;
 } directory;
 
-/* Return KVC_ERR_STORE: what could not be done with which file, and why; by errno. */
+/* Return KVC_ERR_STORE with a message: which file could not be opened, say, and why.  fail_for asks errno why. */
 static kvc_status fail_because(const directory *d, const char *verb, const char *name, const char *reason) {
     return kvc_fail(KVC_ERR_STORE, "the store %.300s cannot %s %s: %s", d->path, verb, name, reason);
 }
@@ -73,7 +73,7 @@ static kvc_status lock_usage(const directory *d, kvc_folder folder, kvc_own_file
 
 /* ---- files ------------------------------------------------------------------------------------------------------- */
 
-/* Sets what a value of `size` bytes begins with, and the name of its file. */
+/* Sets the header that stands before a value of `size` bytes in its file, and the name of the file. */
 static void describe(const uint8_t *name, int64_t size, uint8_t *header, char *file_name) {
     uint8_t digest[20];
     kvc_blake2b hash;
@@ -158,7 +158,7 @@ static kvc_status write_total(const directory *d, const kvc_own_file *usage, int
     return kvc_file_write_first(usage->file, bytes, 8) ? KVC_OK : fail_for(d, "write", USAGE);
 }
 
-/* Counts anew where usage.lock is new, or has no count. */
+/* Sets *total to the bytes of all values: what usage.lock says, or what a count finds if the file is new or damaged. */
 static kvc_status read_total(const directory *d, kvc_folder folder, const kvc_own_file *usage, int64_t *total) {
     uint8_t bytes[8];
     value_files all;
@@ -172,19 +172,20 @@ static kvc_status read_total(const directory *d, kvc_folder folder, const kvc_ow
     return status;
 }
 
-static int is_used_later(const void *a, const void *b) {
+/* Compares two files for qsort: the least recently used one comes first. */
+static int by_use(const void *a, const void *b) {
     const value_file *x = a, *y = b;
     return x->used == y->used ? strcmp(x->name, y->name) : x->used < y->used ? -1 : 1;
 }
 
-/* Counts anew, and removes what was used least recently until `size` more bytes fit. */
+/* Counts anew, and removes the least recently used values until `size` more bytes fit, and 1/EXTRA of the limit. */
 static kvc_status evict(const directory *d, kvc_folder folder, int64_t size, int64_t *total) {
     value_files all;
     const kvc_status status = list_files(d, folder, &all);
     if (status == KVC_OK) {
         const int64_t most = d->max_bytes - d->max_bytes / EXTRA - size;
         *total = all.size;
-        if (all.num) qsort(all.files, all.num, sizeof *all.files, is_used_later);
+        if (all.num) qsort(all.files, all.num, sizeof *all.files, by_use);
         for (size_t i = 0; i < all.num && *total > (most < 0 ? 0 : most) && all.size + size > d->max_bytes; i++)
             if (kvc_file_remove(folder, all.files[i].name) || errno == ENOENT) *total -= all.files[i].size;
     }

@@ -1,4 +1,8 @@
-/* fetch.c: where a call stands in a prompt: see fetch.h. */
+/* fetch.c: where a call stands in a prompt whose blocks (nodes of a tree) it adds in order: see fetch.h.
+ *
+ * A node is live while it has rows and has not expired.  Each block of the call has a place among all uses of kept
+ * blocks, a number that falls from block to block, so that the last blocks are evicted first.  f->last is the id of the
+ * rows of the last block, by which the call finds it again after it has released the mutex. */
 #include "prefix/fetch.h"
 
 #include <string.h>
@@ -10,7 +14,7 @@ enum { PASSED_AT_ONCE = KVC_SIZE(256, 2) }; /* blocks that are marked as used be
 
 static int32_t twice(int32_t position) { return position <= INT32_MAX / 2 ? 2 * position : INT32_MAX; }
 
-/* The call uses its blocks from now on, each in a place of its own. */
+/* Sets aside places for all tokens of the prompt, above all uses so far. */
 static void begin_use(kvc_fetch *f) {
     kvc_cache *cache = f->prefix->cache;
     f->before = cache->evicting.num_uses + 1;
@@ -63,6 +67,7 @@ static int shows_in(const kvc_node *node, int32_t g) {
            kvc_runs_visit(list, lowest, node->end, NULL, NULL) == node->end - lowest;
 }
 
+/* Returns whether it has them in all groups. */
 static int shows_seen(const kvc_node *node) {
     for (int32_t g = 0; g < node->tree->cache->num_token_groups; g++)
         if (!shows_in(node, g)) return 0;

@@ -1,4 +1,7 @@
-/* forget.c: kvc_prefix_forget: drops whatever holds rows of a prompt's tokens, and of what follows the whole prompt. */
+/* forget.c: kvc_prefix_forget: drops whatever holds rows of a prompt's tokens, and of what follows the whole prompt.
+ *
+ * A node is a kept block in the prefix's tree.  While tree->forgetting is set, a node that loses its rows to another
+ * call is listed in tree->lost, so that its name can still be reported. */
 #include <string.h>
 
 #include "cache/waiting.h"
@@ -6,7 +9,7 @@
 
 enum {
     DROPPED_AT_ONCE = KVC_SIZE(16, 1), /* blocks that are dropped before others get the mutex */
-    PASSED_AT_ONCE = KVC_SIZE(256, 1)  /* and that are looked at */
+    PASSED_AT_ONCE = KVC_SIZE(256, 1)  /* blocks that are looked at meanwhile */
 };
 
 /* Names of full blocks that were dropped. */
@@ -23,8 +26,8 @@ typedef struct walk {
     const kvc_tokens *tokens;
     kvc_node *node;     /* its place, which has a use of it */
     kvc_node *top;      /* `node` or one above it, below which all are found; NULL: only some are */
-    int32_t is_done;    /* it has been below `node` */
-    int32_t needs_none; /* behind the prompt's tokens, others may match without their rows */
+    int32_t is_done;    /* it has been below `node`, which comes next */
+    int32_t needs_none; /* all layers have windows, so prompts may match what follows tokens without their rows */
 } walk;
 
 /* Returns how many tokens of the prompt a node has, if its parent has only tokens of the prompt. */
@@ -36,6 +39,7 @@ static int32_t common_with(const walk *w, const kvc_node *node) {
 /* Returns a child if it is found, otherwise NULL: the children that have the next token of the prompt are. */
 static kvc_node *if_found(const walk *w, kvc_node *child) { return child && common_with(w, child) ? child : NULL; }
 
+/* Return the first child of the walk's node that is found, and its next sibling that is; NULL: none is. */
 static kvc_node *first_below(const walk *w) {
     if (w->top) return kvc_node_end(w->node, 0);
     if (common_with(w, w->node) < w->node->end - w->node->begin) return NULL;
@@ -56,7 +60,7 @@ static void go_to(walk *w, kvc_node *node) {
     kvc_node_use(before, -1);
 }
 
-/* Goes on by a node. */
+/* Goes on to the next node below or beside.  If there is none, the node itself comes next, and then its parent. */
 static void go_on(walk *w) {
     kvc_node *next = w->is_done ? next_beside(w) : first_below(w);
     if (w->top == w->node && w->is_done) w->top = NULL;
@@ -78,8 +82,7 @@ static int all_expire(const kvc_cache *cache) {
 
 /* ---- dropping ---------------------------------------------------------------------------------------------------- */
 
-/* Drops a node, unless others have done so, and writes the name of a full one.  Returns whether there was room for it.
- */
+/* Drops the rows of a node that has any or is lost, and lists its name if it is full.  Returns 0 if n has no room. */
 static int drop(kvc_node *node, names *n, int64_t *num_dropped) {
     const int32_t num = node->end - node->begin, is_full = num == node->tree->cache->pools[0].block_size;
     if (!node->rows && !kvc_node_is_lost(node)) return 1;

@@ -25,8 +25,8 @@ static void add_rope(kvc_blake2b *hash, const kvc_rope *rope) {
     }
 }
 
-/* Adds the fields of a layer that its rows depend on.  A layer without rows of its own adds only why: its share, which
- * says whose rows it reads, or 0 and 0 if it has no attention. */
+/* Adds the fields of a layer that its rows depend on.  A layer without rows of its own adds two numbers: `share`, which
+ * is 1 + the layer whose rows it reads, or 0 if it has no attention; and 0. */
 static void add_layer(kvc_blake2b *hash, const kvc_layer *layer) {
     const int64_t share = layer->share, has_own_rows = !share && layer->policy.kind != KVC_NONE,
                   has_values = kvc_stores_values(layer), in_key = layer->value_in_key != 0;

@@ -1,4 +1,5 @@
-/* index.c: the full blocks of a tree by a hash of their own tokens: see index.h. */
+/* index.c: the full blocks (nodes) of a tree, sorted by a hash of their own tokens: see index.h.  Of nodes with the
+ * same hash, the most recently used comes first. */
 #include "prefix/index.h"
 
 #include <stddef.h>
@@ -6,7 +7,7 @@
 
 #include "prefix/tree.h"
 
-/* Returns what stands for a token. */
+/* Returns the number that the hash has for a token: its id, or the beginning of its digest. */
 static uint64_t value_of(const kvc_token_span *tokens, int32_t i) {
     const uint8_t *digest = kvc_tokens_digest(tokens, i);
     uint64_t value;
@@ -25,7 +26,7 @@ uint64_t kvc_hash_on(uint64_t hash, const kvc_token_span *tokens, uint64_t top) 
     return (hash - value_of(tokens, 0) * top) * KVC_HASH_BASE + value_of(tokens, tokens->num - 1);
 }
 
-/* Returns the node with a place in an index; NULL if the place is. */
+/* Return the node whose place in an index is given; at() returns NULL for NULL. */
 static kvc_node *at(kvc_links *links) {
     return links ? (void *)((char *)links - offsetof(kvc_node, named.same)) : NULL;
 }
@@ -34,15 +35,15 @@ static const kvc_node *seen_at(const kvc_links *links) {
     return (const void *)((const char *)links - offsetof(kvc_node, named.same));
 }
 
-/* Returns whether a node stands before others: by hash, and of the same hash, the most recently used first. */
+/* Returns whether a node stands before one with this hash and this last use. */
 static int stands_before(const kvc_node *node, uint64_t hash, int64_t used) {
     return node->named.hash < hash || (node->named.hash == hash && node->rows->evicting.used > used);
 }
 
 kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash) {
-    kvc_node *first = NULL; /* that does not stand before all of this hash */
+    kvc_node *first = NULL; /* with this hash or a higher one */
     for (kvc_links *next = index->root; next;) {
-        const int is_before = stands_before(at(next), hash, INT64_MAX);
+        const int is_before = stands_before(at(next), hash, INT64_MAX); /* before all nodes with it */
         if (!is_before) first = at(next);
         next = next->below[is_before];
     }

@@ -1,4 +1,7 @@
-/* keep.c: keeps the blocks of a sequence, and the recurrent state behind them. */
+/* keep.c: keeps the blocks of a sequence in a prefix's tree, and the recurrent state behind them (a checkpoint).
+ *
+ * Only exact tokens are kept: tokens whose rows follow from the tokens alone.  prefix->horizon changes when the prefix
+ * forgets a prompt. */
 #include "cache/check.h"
 #include "cache/waiting.h"
 #include "prefix/prefix.h"
@@ -46,8 +49,8 @@ kvc_status kvc_prefix_release(kvc_prefix *prefix, int64_t seq_id, const kvc_toke
 
 enum { MOST_LISTED = 64 };
 
-/* Lists full blocks for stores whose last state is a node's new state: the node's own block, or blocks that begin
- * with the node.  There may be many of these; some are listed. */
+/* Lists full blocks for stores whose last state is now that of a node: the node itself, or siblings that begin with its
+ * tokens.  Of many siblings, some are listed. */
 static void collect_with_state(kvc_node *node) {
     const kvc_node *parent = node->parent;
     kvc_node_collect(node);
@@ -129,6 +132,7 @@ kvc_status kvc_prefix_state(kvc_prefix *prefix, int64_t seq_id, void *state, int
     kvc_lock(cache);
     const kvc_sequence *sequence = kvc_table_find(&cache->sequences, seq_id);
     const kvc_session *session = sequence ? kvc_session_of(prefix, sequence) : NULL;
+    /* INT32_MAX: no edit has changed the sequence */
     kvc_checkpoint *found = session && sequence->edited_from == INT32_MAX ? session->state : NULL;
     *num_bytes = found ? found->num_bytes : 0;
     if (!state || !found) return kvc_unlock(cache, KVC_OK);

@@ -1,4 +1,9 @@
-/* kept_blocks.c: how blocks get out of a cache, into stores, and back; their names; events. */
+/* kept_blocks.c: how blocks get out of a cache, into stores, and back; their names; events.
+ *
+ * A payload is a full block as bytes: one for each layer, 1 if its rows follow, otherwise 0; then the rows of these
+ * layers, keys before values; and perhaps the position of a recurrent state within the block, and the state.  A layer
+ * with a stride has a row for each `stride` tokens: kvc_rows_below counts them.  A node is a kept block in the tree of
+ * a prefix. */
 #include <string.h>
 
 #include "base/dtype.h"
@@ -167,7 +172,8 @@ typedef struct departing {
 
 static uint64_t departing_bytes(const departing *d) { return (uint64_t)d->num * sizeof *d->runs; }
 
-/* Takes a block's runs and state, with the mutex held, by a reader. */
+/* Pins a block's rows and uses its state, so that they stay while the mutex is released.  A state with its position
+ * that has more than max_state bytes is left out.  Call as a reader (cache/waiting.h). */
 static kvc_status begin_departing(departing *d, const kvc_node *node, int64_t max_state) {
     kvc_cache *cache = d->cache;
     const kvc_run_list *lists = node->rows->runs;

@@ -1,4 +1,8 @@
-/* match.c: finds which of a prompt's tokens are known: see match.h. */
+/* match.c: finds which of a prompt's tokens are known: see match.h.
+ *
+ * Tokens are known if kept blocks hold all rows of them that the next token would see.  A node is a block.  It is live
+ * while it has rows and has not expired, and complete if it has the rows of all its tokens: windows may have dropped
+ * some.  A piece is the rows of a live node, up to the last token that the node has in common with the prompt. */
 #include "prefix/match.h"
 
 #include <string.h>
@@ -8,7 +12,7 @@ static uint64_t size_of(const kvc_match *m) { return (uint64_t)m->room * sizeof 
 /* Adds the rows of a node, of which the tokens before `end` are the prompt's. */
 static kvc_status add_piece(kvc_match *m, const kvc_node *node, int32_t end) {
     kvc_memory *memory = &node->tree->cache->memory;
-    if (node->rows->call.in_place) return KVC_OK;
+    if (node->rows->call.in_place) return KVC_OK; /* a call is writing them */
     if (m->num == m->room) {
         kvc_match more = *m;
         more.room = 2 * m->room;
@@ -22,8 +26,8 @@ static kvc_status add_piece(kvc_match *m, const kvc_node *node, int32_t end) {
     return KVC_OK;
 }
 
-/* Adds the rows of nodes that begin with some of these tokens, until one has all of its own: the others have fewer of
- * these tokens. */
+/* Adds the rows of children that begin with some of these tokens, those with the most first.  Ends with a complete
+ * child: no other adds anything. */
 static kvc_status add_alike(kvc_match *m, const kvc_node *parent, const kvc_token_span *tokens) {
     kvc_alike alike = kvc_alike_begin(parent, tokens);
     int32_t common;
@@ -57,7 +61,8 @@ kvc_node *kvc_match_path(const kvc_match *m, int32_t position) {
     return node;
 }
 
-/* Finds the last recurrent state at the end of tokens that have all rows which a token behind them would see. */
+/* Finds the last state behind which the prompt can resume: the rows of the tokens before it must match, too.  Goes back
+ * from m->with_rows, block by block; `limit` is where the state may be at most. */
 static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_piece_list *pieces, kvc_match *m) {
     m->known = 0;
     const int32_t block = prefix->cache->pools[0].block_size;
@@ -68,7 +73,7 @@ static void find_state(const kvc_prefix *prefix, const kvc_tokens *tokens, kvc_p
         const kvc_token_span part = kvc_tokens_part(tokens, begin, limit);
         kvc_node *node = parent->end == begin ? kvc_node_with_state(parent, &part) : NULL;
         limit = node ? kvc_pieces_match(pieces, node->end) : begin;
-        if (!node || limit < node->end) continue;
+        if (!node || limit < node->end) continue; /* no state, or rows are missing before it */
         m->with_state = node;
         m->known = limit;
         return;
@@ -90,7 +95,7 @@ static kvc_status find_known(const kvc_prefix *prefix, const kvc_tokens *tokens,
 
 kvc_status kvc_match_find(const kvc_prefix *prefix, const kvc_tokens *tokens, int64_t limit, kvc_match *m) {
     kvc_cache *cache = prefix->cache;
-    const int64_t most = limit / cache->pools[0].block_size + 4; /* of blocks with the first tokens, and of others */
+    const int64_t most = limit / cache->pools[0].block_size + 4; /* pieces, at first: a block each, and a few others */
     *m = (kvc_match){.room = most < INT32_MAX ? (int32_t)most : INT32_MAX};
     m->pieces = kvc_memory_alloc(&cache->memory, size_of(m), KVC_MEMORY_SCRATCH, -1);
     if (!m->pieces) return kvc_fail(KVC_ERR_NOMEM, "out of memory to find %lld tokens", (long long)limit);
@@ -105,7 +110,7 @@ void kvc_match_free(kvc_cache *cache, const kvc_match *m) {
     kvc_memory_free(&cache->memory, m->pieces, size_of(m), KVC_MEMORY_SCRATCH, -1);
 }
 
-/* Marks the nodes of pieces that begin in [begin, end) as used. */
+/* Marks the nodes of pieces that begin in [begin, end) as used: the first ones last, so that they stay longest. */
 static void touch_pieces(const kvc_match *m, int32_t begin, int32_t end) {
     for (int32_t i = m->num - 1; i >= 0; i--)
         if (m->pieces[i].begin >= begin && m->pieces[i].begin < end) kvc_node_relist(kvc_match_node(m, i));

@@ -1,9 +1,13 @@
-/* node.c: when the blocks of a prefix were used: see node.h. */
+/* node.c: in which order the blocks of a prefix were used, and which of them its quota protects: see node.h.
+ *
+ * A node is a block.  All nodes with rows are in the set kvc_tree.with_rows, and those without a pin also in the set
+ * kvc_tree.unpinned.  Both are sorted by last use.  The most recently used nodes are protected from eviction until they
+ * have `quota` tokens.  kvc_tree.first_protected is the least recently used one of them. */
 #include "prefix/node.h"
 
 #include <stddef.h>
 
-/* Return the node with a place in the set of nodes with rows, or without a pin; NULL if the place is. */
+/* Return the node whose place in kvc_tree.with_rows, or in kvc_tree.unpinned, is given; NULL for NULL. */
 static kvc_node *at_rows(kvc_links *links) {
     return links ? (void *)((char *)links - offsetof(kvc_node, order.with_rows)) : NULL;
 }
@@ -12,13 +16,14 @@ static kvc_node *at_unpinned(kvc_links *links) {
     return links ? (void *)((char *)links - offsetof(kvc_node, order.unpinned)) : NULL;
 }
 
+/* Whether a node with rows was used later than another one. */
 static int is_behind(const kvc_links *member, const kvc_links *other) {
     const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, order.with_rows)),
                    *b = (const void *)((const char *)other - offsetof(kvc_node, order.with_rows));
     return a->rows->evicting.used > b->rows->evicting.used;
 }
 
-/* Whether a node without a pin was used later than another one, and so goes later. */
+/* Whether a node without a pin was used later than another one. */
 static int is_used_later(const kvc_links *member, const kvc_links *other) {
     const kvc_node *a = (const void *)((const char *)member - offsetof(kvc_node, order.unpinned)),
                    *b = (const void *)((const char *)other - offsetof(kvc_node, order.unpinned));
@@ -28,6 +33,7 @@ static int is_used_later(const kvc_links *member, const kvc_links *other) {
 /* Returns the next node by use, or NULL. */
 static kvc_node *used_next(const kvc_node *node) { return at_rows(kvc_sorted_beside(&node->order.with_rows, 1)); }
 
+/* Protects a node with rows from eviction. */
 static void protect(kvc_tree *tree, kvc_node *node) {
     const kvc_node *first = tree->first_protected;
     kvc_cache_protect(tree->cache, node->rows);
@@ -36,7 +42,7 @@ static void protect(kvc_tree *tree, kvc_node *node) {
     if (!first || node->rows->evicting.used < first->rows->evicting.used) tree->first_protected = node;
 }
 
-/* Lets the first of those within the quota be evicted. */
+/* Lets the least recently used protected node be evicted. */
 static void unprotect_first(kvc_tree *tree) {
     kvc_node *node = tree->first_protected;
     kvc_cache_keep(tree->cache, node->rows);
@@ -47,7 +53,7 @@ static void unprotect_first(kvc_tree *tree) {
 
 /* Returns whether a node that has just come is within the quota. */
 static int is_within_quota(const kvc_tree *tree, const kvc_node *node) {
-    if (tree->protected_tokens < tree->quota) return 1; /* all others are */
+    if (tree->protected_tokens < tree->quota) return 1; /* all others are protected already */
     return tree->first_protected && node->rows->evicting.used > tree->first_protected->rows->evicting.used;
 }
 
@@ -73,9 +79,11 @@ void kvc_node_enter(kvc_node *node, int64_t used) {
         return;
     }
     protect(tree, node);
+    /* The node in which the quota ends stays protected: */
     while (tree->protected_tokens - kvc_node_size(tree->first_protected) >= tree->quota) unprotect_first(tree);
 }
 
+/* Takes a node out of all sets.  No other node is protected in its place. */
 static void leave(kvc_node *node) {
     kvc_tree *tree = node->tree;
     if (tree->is_indexed && kvc_node_is_full(node)) kvc_index_remove(&tree->index, node);
@@ -105,7 +113,7 @@ void kvc_node_relist_at(kvc_node *node, int64_t used) {
     kvc_tree *tree = node->tree;
     const int is_earlier = used < node->rows->evicting.used;
     leave(node);
-    if (is_earlier) fill_quota(tree); /* nodes used since come before it */
+    if (is_earlier) fill_quota(tree); /* a node that was used since takes its place in the quota */
     kvc_node_enter(node, used);
     if (node->checkpoint) kvc_checkpoints_touch(&tree->checkpoints, node->checkpoint);
 }

@@ -1,11 +1,15 @@
-/* pin.c: blocks that are kept, whatever else needs memory: see pin.h. */
+/* pin.c: blocks that are kept, whatever else needs memory: see pin.h.
+ *
+ * A pin belongs to a prompt, and lists the nodes (blocks) that it pins: first those beside the path, whose rows the
+ * prompt matched as well, then the path from the last node up to the root.  If a prompt is pinned again when fewer of
+ * its tokens are known, the old pin stays, behind the new one.  Only the first pin counts the calls. */
 #include "prefix/pin.h"
 
 #include <string.h>
 
 #include "space/evict.h"
 
-/* Returns what a pin counts for max_bytes. */
+/* Returns the bytes of a pin's list, which count for max_bytes. */
 static int64_t counted_bytes(const kvc_pinned *pin) { return pin->room * (int64_t)sizeof(kvc_node *); }
 
 static uint64_t size_of(const kvc_pinned *pin) { return sizeof *pin + (uint64_t)counted_bytes(pin); }
@@ -59,13 +63,13 @@ static kvc_pinned *find(const kvc_sorted *pins, const uint8_t *name, place *to) 
         const int order = memcmp(pin->name, name, KVC_NAME_BYTES);
         to->above = next;
         to->side = order < 0;
-        if (!order) found = pin;
+        if (!order) found = pin; /* and looks for one before it, at side 0 */
     }
     return found;
 }
 
-/* Returns how many pieces have known tokens; with the next one, where only that goes on behind the last known token:
- * without it, fewer tokens would be known. */
+/* Returns how many pieces to pin: those that begin among the known tokens.  If they end before the last known token,
+ * the next piece, too: fewer tokens would be known without it. */
 static int32_t count_pieces(const kvc_match *m) {
     int32_t num = 0, end = 0;
     for (; num < m->num && m->pieces[num].begin < m->known; num++)
@@ -73,11 +77,11 @@ static int32_t count_pieces(const kvc_match *m) {
     return num + (num < m->num && end < m->known);
 }
 
-/* Lists the nodes of these pieces, and the one with the state, but not those on the path to `last`; returns how many.
- */
+/* Lists the nodes of the pieces to pin, and the node with the state, but not those on the path to `last`.  Returns how
+ * many; nodes NULL: counts them only. */
 static int32_t list_others(const kvc_match *m, const kvc_node *last, kvc_node **nodes) {
     const int32_t end = count_pieces(m);
-    int32_t num = 0, has_state = !m->with_state;
+    int32_t num = 0, has_state = !m->with_state; /* is listed, or on the path, or there is none */
     for (const kvc_node *node = last; !has_state && node; node = node->parent) has_state = node == m->with_state;
     const kvc_node *path = last;
     for (int32_t i = end - 1; i >= 0; i--) {
@@ -134,8 +138,8 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
     memcpy(pin->name, name, KVC_NAME_BYTES);
     pin->known = m->known;
     pin->num_calls = 1;
-    begin_pin(pin); /* before others end, so that no node is without a pin meanwhile */
-    cache->prefixes.prompt_bytes -= replaced;
+    begin_pin(pin);                           /* before others end, so that no node is without a pin meanwhile */
+    cache->prefixes.prompt_bytes -= replaced; /* the pins that end need no room */
     const kvc_need need = {.cache = cache, .what = "pinning a prompt"};
     const kvc_status status = kvc_make_room(&need);
     cache->prefixes.prompt_bytes += replaced;

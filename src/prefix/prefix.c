@@ -1,4 +1,9 @@
-/* prefix.c: the public functions of prefixes. */
+/* prefix.c: the public functions of prefixes.
+ *
+ * A prefix keeps blocks as the nodes of a tree.  A tree that it has given up waits in cache->prefixes.dying, and loses
+ * a few nodes at a time.  In between, other calls get the mutex (kvc_cache_give_way).  A session is what the prefix
+ * notes of an acquired sequence.  A call that finds no room tries again once others have copied the rows that they have
+ * pinned (kvc_cache_wait_copies). */
 #include "prefix/pin.h"
 
 #include <string.h>
@@ -13,7 +18,7 @@
 static const int64_t MOST_STATE_BYTES = INT64_C(1) << 40;
 enum {
     AT_ONCE = KVC_SIZE(16, 2),        /* blocks that are dropped before others get the mutex */
-    PASSED_AT_ONCE = KVC_SIZE(512, 4) /* and that change their place in a list */
+    PASSED_AT_ONCE = KVC_SIZE(512, 4) /* blocks that change their place in a list meanwhile */
 };
 
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
@@ -104,7 +109,7 @@ static kvc_tree *new_tree(kvc_prefix *prefix) {
     return tree;
 }
 
-/* Returns what a prefix counts for max_bytes. */
+/* Returns the bytes of a prefix's events, which count for max_bytes. */
 static int64_t event_bytes(const kvc_prefix *prefix) { return prefix->events.room * (int64_t)sizeof(kvc_prefix_event); }
 
 /* Frees a prefix that is in no list. */
@@ -114,7 +119,7 @@ static void free_struct(kvc_prefix *prefix) {
     kvc_memory_free(&cache->memory, prefix, prefix->num_bytes, KVC_MEMORY_BOOKKEEPING, -1);
 }
 
-/* Makes a prefix and its tree, of which the list of all prefixes has nothing yet, if there is room for them. */
+/* Makes a prefix and its tree, if there is room for them.  The caller lists it. */
 static kvc_status make(kvc_cache *cache, const kvc_prefix_config *config, kvc_prefix **out) {
     const uint64_t size = sizeof(kvc_prefix) + (uint64_t)config->max_events * sizeof(kvc_prefix_event);
     kvc_prefix *prefix = kvc_memory_alloc(&cache->memory, size, KVC_MEMORY_BOOKKEEPING, -1);
@@ -171,11 +176,11 @@ kvc_status kvc_prefix_new(kvc_cache *cache, const kvc_prefix_config *from, kvc_p
     return kvc_unlock(cache, KVC_OK);
 }
 
-/* Takes the tree of a prefix, with nobody left who uses its nodes except pins, and puts another in its place. */
+/* Puts the empty tree `other` in the place of a prefix's tree, which it returns.  Only pins use nodes of that then. */
 static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
-        const int32_t known_to = session->kept_to ? 0 : session->known_to; /* commits still keep first blocks */
+        const int32_t known_to = session->kept_to ? 0 : session->known_to; /* has it kept none, it can still keep all */
         kvc_session_roll_back(session, 0);
         session->known_to = known_to;
         kvc_node_use(&tree->root, -1);
@@ -334,12 +339,13 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
     kvc_session_begin(session, sequence, kvc_match_path(m, m->known), m->with_state ? m->with_state->checkpoint : NULL);
     status = kvc_check_room(&need);
     if (status == KVC_OK) {
-        /* What it goes on from is evicted last.  The blocks may enter the quota, and their states then have no room. */
+        /* The matched blocks are then evicted last.  The quota may now protect them and their states, so that there is
+         * too little room after all. */
         kvc_match_touch(m);
         status = kvc_make_room(&need);
     }
     if (status == KVC_OK) return KVC_OK;
-    kvc_session_roll_back(session, 0); /* so that its end does not use the blocks that matched */
+    kvc_session_roll_back(session, 0); /* so that its end does not mark the matched blocks as used */
     kvc_cache_drop(cache, sequence);
     return status;
 }

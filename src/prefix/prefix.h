@@ -40,7 +40,7 @@ struct kvc_prefix {
 /* Locks the cache.  Drops some of the expired blocks; none of them is found from now on. */
 void kvc_prefix_lock(kvc_prefix *prefix);
 
-/* Does the same once all these blocks are dropped, a few at a time. */
+/* Locks the cache, and drops all expired blocks, a few at a time. */
 void kvc_prefix_lock_late(kvc_prefix *prefix);
 
 /* Waits until no call forgets a prompt of a prefix: such a call passes the mutex to others now and then. */
@@ -52,8 +52,7 @@ kvc_status kvc_read_tokens(const kvc_tokens *from, kvc_tokens *tokens);
 /* Sets how many of a prompt's tokens to match at most; KVC_ERR_INVALID if it has none, or max_matched is below -1. */
 kvc_status kvc_match_limit(const kvc_tokens *tokens, int64_t max_matched, int64_t *limit);
 
-/* Returns the first new block of a prefix, or NULL.  It passes the mutex to others now and then.
- */
+/* Returns the first new block of a prefix, or NULL.  It passes the mutex to others now and then. */
 kvc_node *kvc_prefix_next_new(kvc_cache *cache);
 
 /* Returns the bytes of a payload in which no layer is missing, of a prefix with states of so many bytes. */

@@ -1,15 +1,19 @@
-/* reuse.c: goes on with tokens that were computed elsewhere: see reuse.h. */
+/* reuse.c: goes on with tokens that were computed elsewhere: see reuse.h.
+ *
+ * A chunk is tokens of the prompt that stand in a row in kept blocks (nodes), behind other tokens.  Its rows are
+ * shared, moved to the prompt's positions, and marked as inexact.  The index finds full blocks by a hash of their
+ * tokens.  The chunk may begin with the last tokens of the block before the one that was found: `skipped` tokens. */
 #include "prefix/reuse.h"
 
 #include "edit/share.h"
 #include "prefix/prefix.h"
 #include "space/evict.h"
 
-enum { MOST_CANDIDATES = 32 }; /* blocks with the same tokens that are looked at */
+enum { MOST_CANDIDATES = 32 }; /* nodes with the same hash that are looked at */
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
 
-/* Tokens of a prompt that stand elsewhere: at positions from `begin` on in blocks of which `last` is the last. */
+/* It stands at positions from `begin` on, in the nodes on the path to `last`. */
 typedef struct chunk {
     kvc_node *last;
     int32_t begin, num_tokens;
@@ -36,8 +40,8 @@ static kvc_node *find_next(const kvc_node *parent, const kvc_token_span *tokens,
     return NULL;
 }
 
-/* Returns the chunk at a position that ends the block before a node with `skipped` tokens, and goes on with the node.
- */
+/* Returns the chunk at a position of the prompt whose first `skipped` tokens end the block before a node, and which
+ * goes on with the node, and below it as far as tokens are the prompt's. */
 static chunk extend(kvc_node *node, const kvc_tokens *tokens, int64_t position, int32_t skipped) {
     chunk found = {node, node->begin - skipped, skipped + node->tokens.num};
     int32_t common = node->tokens.num;
@@ -71,7 +75,7 @@ static chunk find_chunk(const kvc_sorted *index, const kvc_tokens *tokens, int64
             const chunk found = extend(node, tokens, position, skipped);
             if (found.num_tokens > best.num_tokens) best = found;
         }
-        const kvc_token_span longer = kvc_tokens_part(tokens, begin, begin + block + 1);
+        const kvc_token_span longer = kvc_tokens_part(tokens, begin, begin + block + 1); /* for the next hash */
         if (longer.num > block) hash = kvc_hash_on(hash, &longer, top);
     }
     return best;
@@ -108,7 +112,7 @@ static int gather_chunk(kvc_cache *cache, const chunk *c, int64_t id) {
     return 1;
 }
 
-/* Returns whether the request goes on without the chunk after this failure. */
+/* Returns whether a prompt is acquired without the chunk after this failure, in place of failing. */
 static int is_harmless(kvc_status status) {
     return status == KVC_ERR_FULL || status == KVC_ERR_NOMEM || status == KVC_ERR_UNSUPPORTED;
 }

@@ -1,4 +1,12 @@
-/* session.c: the sequences that a prefix has acquired: see session.h. */
+/* session.c: the sequences that a prefix has acquired, whose blocks are kept for prompts to come: see session.h.
+ *
+ * A session is what the prefix notes of such a sequence.  It is the follower of the sequence, whose end calls ended().
+ *
+ *   last          the last block of the tree that is known to begin the sequence
+ *   known_to      up to there the tokens are known: from the prompt.  Generated ones are not, until the release
+ *   kept_to       up to there blocks are kept: in the tree, or in `pending` if their tokens are not known
+ *   exact         a row follows from its tokens alone; only such rows are kept
+ *   edited_from   edits have changed rows of the sequence from there on; INT32_MAX: none has */
 #include "prefix/prefix.h"
 
 #include <string.h>
@@ -7,7 +15,7 @@
 
 static int32_t block_size(const kvc_session *session) { return session->prefix->cache->pools[0].block_size; }
 
-/* Makes `last` the last block of the tree that is known of the sequence. */
+/* Sets session->last, which has a user while it is that. */
 static void set_last(kvc_session *session, kvc_node *last) {
     kvc_node *before = session->last;
     kvc_node_use(last, 1);
@@ -15,6 +23,7 @@ static void set_last(kvc_session *session, kvc_node *last) {
     if (before) kvc_node_use(before, -1);
 }
 
+/* Drops pending blocks that end behind a position; ended() in tree.c takes them out of the list. */
 static void drop_pending(kvc_session *session, int32_t position) {
     while (session->pending && session->pending->end > position) kvc_node_drop(session->pending);
 }
@@ -28,7 +37,7 @@ static void drop_state(kvc_session *session) {
     session->state = NULL;
 }
 
-/* Ends with the sequence: what builds on others is evicted before them. */
+/* Ends the session when its sequence ends.  Its blocks are marked as used, those nearest to the root as the last. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
     (void)cache;
@@ -53,6 +62,7 @@ kvc_session *kvc_session_new(kvc_prefix *prefix, const kvc_tokens *tokens, int32
         kvc_set_last_error("out of memory for a prompt of %lld tokens", (long long)tokens->num_tokens);
         return NULL;
     }
+    /* Behind the struct: the prompt's first token, its tokens from `begin` on, and the digests of both. */
     int64_t *ids = (int64_t *)(void *)(session + 1);
     uint8_t *digests = digest_bytes ? (uint8_t *)(ids + num) : NULL;
     ids[0] = first.ids[0];
@@ -106,11 +116,11 @@ void kvc_session_roll_back(kvc_session *session, int32_t position) {
 
 int kvc_prefix_may_keep(const kvc_prefix *prefix, const kvc_sequence *sequence, kvc_token_span first) {
     if (kvc_tree_is_forgetting(prefix->tree, first)) return 0;
-    const int is_own = !sequence->from || sequence->from == prefix->number;
+    const int is_own = !sequence->from || sequence->from == prefix->number; /* 0: no prefix has acquired it */
     return !prefix->horizon || (is_own && sequence->date >= prefix->horizon);
 }
 
-/* Takes note of what edits have done since the last time, and of a position from which on tokens change. */
+/* Rolls a session back to where edits have changed its sequence since the last call, but at most to `position`. */
 static void note_edits(kvc_session *session, int32_t position) {
     if (session->sequence->edited_from < position) position = session->sequence->edited_from;
     session->sequence->edited_from = INT32_MAX;
@@ -124,7 +134,8 @@ static kvc_node *add_now(kvc_node *parent, kvc_node *node, const kvc_token_span 
     return kvc_tree_add(parent, node, tokens, ++parent->tree->cache->evicting.num_uses);
 }
 
-/* Keeps the next block of a sequence; returns 0 if that cannot be now. */
+/* Keeps the block behind kept_to: in the tree if its tokens are known, otherwise in `pending`.  Returns 0 at failure.
+ */
 static int keep_next(kvc_session *session) {
     const int32_t begin = session->kept_to, end = begin + block_size(session);
     const int is_known = session->last->end == begin && end <= session->known_to;
@@ -180,7 +191,7 @@ static range range_of(const kvc_batch *batch, const kvc_batch_sequence *member) 
 /* Returns the position up to which a sequence of the batch has all its tokens, and exact ones. */
 static int32_t find_exact_to(const kvc_batch *batch, const kvc_sequence *sequence) {
     const int32_t exact_to = kvc_exact_to_with_batch(batch->cache, sequence);
-    if (sequence->exact_to >= kvc_sequence_next(sequence)) return exact_to;
+    if (sequence->exact_to >= kvc_sequence_next(sequence)) return exact_to; /* all rows before the batch are exact */
     return kvc_lower(exact_to, kvc_sequence_num_exact(sequence));
 }
 
@@ -192,7 +203,7 @@ void kvc_sessions_fill(const kvc_batch *batch) {
         const range r = range_of(batch, member);
         kvc_tree_date(session->prefix->tree);
         drop_state(session);
-        const int is_other = batch->replaced || r.begin < session->kept_to;
+        const int is_other = batch->replaced || r.begin < session->kept_to; /* than what was kept there */
         note_edits(session, member->is_unstored ? 0 : is_other ? r.begin : r.dropped);
         if (member->is_unstored || batch->replaced ||
             !kvc_prefix_may_keep(session->prefix, member->sequence, session->first))
@@ -208,7 +219,7 @@ kvc_session *kvc_session_of(const kvc_prefix *prefix, const kvc_sequence *sequen
     return session && session->prefix == prefix ? session : NULL;
 }
 
-/* Turns the list of blocks whose tokens are not known round. */
+/* Reverses the list `pending`. */
 static void turn_pending(kvc_session *session) {
     kvc_node *turned = NULL;
     for (kvc_node *node; (node = session->pending);) {
@@ -232,8 +243,8 @@ static int adds_rows(const kvc_sequence *sequence, const kvc_node *node) {
     return 0;
 }
 
-/* Returns a block that has all rows of these tokens, behind `parent`, that there are: NULL if the sequence holds more.
- */
+/* Returns the block behind `parent` with these tokens, or unless is_exact one that begins with them, if it has all rows
+ * of theirs that the sequence holds; otherwise NULL. */
 static kvc_node *find_kept(const kvc_node *parent, const kvc_sequence *sequence, const kvc_token_span *tokens,
                            int is_exact) {
     kvc_node *node = kvc_node_find(parent, tokens);
@@ -242,12 +253,12 @@ static kvc_node *find_kept(const kvc_node *parent, const kvc_sequence *sequence,
     return node && kvc_node_is_live(node) && !adds_rows(sequence, node) ? node : NULL;
 }
 
-/* Returns the block that keeps these tokens of a sequence, behind `parent`, and uses it; one without rows where windows
- * have lost them all.  NULL if memory is short. */
+/* Keeps these tokens of a sequence, behind `parent`, and returns their block, as a user of it.  The block has no rows
+ * if windows have lost them all.  NULL if memory is short. */
 static kvc_node *keep_block(kvc_node *parent, const kvc_sequence *sequence, kvc_session *session,
                             const kvc_token_span *tokens, int is_exact) {
     const int32_t end = parent->end + tokens->num;
-    kvc_node *own = session ? session->pending : NULL, *list = NULL;
+    kvc_node *own = session ? session->pending : NULL, *list = NULL; /* own: the pending block of these tokens */
     if (own && (own->begin != parent->end || own->end != end)) own = NULL;
     if (own && adds_rows(sequence, own)) { /* its windows were evicted, and the sequence still has their sink tokens */
         kvc_node_drop(own);

@@ -1,4 +1,9 @@
-/* stores.c: carries blocks between caches and stores.  No lock of a cache is held while a store works. */
+/* stores.c: carries blocks between caches and stores.  No lock of a cache is held while a store works.
+ *
+ * A carrier is the state of such a call, with memory for a value: a block's rows as the store has them.  It has memory
+ * for three if values may lack rows or a state, which are then joined with the value in the store.  A departure is a
+ * block that is being written.  If kvc_prefix_forget drops the block meanwhile, its node is gone and the cache's clock
+ * has risen; the call then removes the value that it has written. */
 #include "prefix/stores.h"
 
 #include <string.h>
@@ -24,7 +29,7 @@ static int may_lack(const kvc_prefix *prefix) {
     return prefix->state_bytes > 0;
 }
 
-/* Takes memory for a value of a prefix, with the mutex held, or for `num` values, 1 or 3, unless there is enough. */
+/* Takes memory for `num` values of a prefix, 1 or 3, unless the call has enough.  Call with the mutex held. */
 static kvc_status take_memory(kvc_carrier *c, const kvc_prefix *prefix, int num) {
     const int64_t max_bytes = KVC_VALUE_HEADER + kvc_most_payload_bytes(c->cache, prefix->state_bytes);
     const uint64_t size = sizeof *c->crc + (uint64_t)num * (uint64_t)max_bytes;
@@ -153,14 +158,18 @@ static int begin_writing(kvc_carrier *c, const kvc_departure *d) {
     kvc_carrier *other = find_writer(c->cache->prefixes.carriers, d->name);
     while (other && !(other->store.user == c->store.user && other->store.read == c->store.read))
         other = find_writer(other->next, d->name);
-    kvc_carrier *writer = other ? other : c;
-    *(other ? &writer->next_block : &writer->block) = *d;
-    *(other ? &writer->writes_again : &writer->is_writing) = 1;
+    if (other) {
+        other->next_block = *d;
+        other->writes_again = 1;
+    } else {
+        c->block = *d;
+        c->is_writing = 1;
+    }
     kvc_unlock(c->cache, KVC_OK);
     return !other;
 }
 
-/* Ends writing, and returns 0, unless the block is to be written again: perhaps its rows were computed anew. */
+/* Ends writing, and returns 0, unless another call has left its block of this name to this one, as c->block. */
 static int writes_again(kvc_carrier *c) {
     kvc_lock(c->cache);
     const int again = c->is_writing = c->writes_again;
@@ -174,7 +183,7 @@ static kvc_status read_block(const kvc_carrier *c, const kvc_departure *d, int64
     return kvc_read_block(c->cache, d->id, c->value + KVC_VALUE_HEADER, c->max_bytes - KVC_VALUE_HEADER, size);
 }
 
-/* Writes its block, unless the store has all of it; *size is 0 if it was dropped meanwhile. */
+/* Writes c->block, unless the store has all of it; *size is 0 if the block was dropped meanwhile. */
 static kvc_status write_once(kvc_carrier *c, int64_t *size, int64_t *num_written) {
     const kvc_departure *d = &c->block;
     uint8_t *value;
@@ -197,7 +206,7 @@ static kvc_status write_once(kvc_carrier *c, int64_t *size, int64_t *num_written
     return status;
 }
 
-/* Does the same, or leaves it to another call. */
+/* Writes a block, and those that other calls leave to this one; or leaves it to a call that is writing its name. */
 static kvc_status write_block(kvc_carrier *c, const kvc_departure *d, int64_t *size, int64_t *num_written) {
     kvc_status status = KVC_OK;
     if (!begin_writing(c, d)) return read_block(c, d, size);

@@ -5,7 +5,7 @@
 #include "cache/cache.h"
 #include "prefix/value.h"
 
-/* A block to be written. */
+/* A block to be written, as it was when the call took it. */
 typedef struct kvc_departure {
     int64_t id;
     uint8_t name[KVC_NAME_BYTES];
@@ -15,7 +15,7 @@ typedef struct kvc_departure {
     int64_t date;  /* cache->prefixes.clock when it was taken */
 } kvc_departure;
 
-/* State of a call of this kind, on its stack.  It is in the list of the cache while it has memory. */
+/* A call that carries blocks; on its stack.  It is in the list of the cache while it has memory. */
 typedef struct kvc_carrier {
     struct kvc_carrier *next, **at;
     kvc_thread thread; /* which made the call */

@@ -23,8 +23,8 @@ const uint8_t *kvc_tokens_digest(const kvc_token_span *tokens, int32_t i);
 /* Returns the number of tokens that both begin with. */
 int32_t kvc_tokens_common(const kvc_token_span *a, const kvc_token_span *b);
 
-/* Returns a number below, at or above 0, as a stands before b, has the same tokens, or stands behind it.  The order is
- * lexicographic: of sorted tokens, those next to others have most in common with them. */
+/* Compares tokens in lexicographic order: returns a number below 0 if a stands before b, 0 if both are the same, above
+ * 0 otherwise.  If b begins with a, a stands before it.  Neighbours in this order have the most tokens in common. */
 int kvc_tokens_compare(const kvc_token_span *a, const kvc_token_span *b);
 
 /* Sets the name of a tenant, the key of all other names; and the name that the first block's follows.  Blocks of other

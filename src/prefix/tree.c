@@ -1,4 +1,14 @@
-/* tree.c: the blocks that a prefix keeps: see tree.h. */
+/* tree.c: the blocks that a prefix keeps, as a tree: see tree.h.
+ *
+ * A node is a block of tokens that follow its parent's tokens.  Its rows are a hidden kept sequence: no caller can name
+ * it, and it may be evicted at any time.  The node hears of it as the sequence's follower: noted() and ended().
+ *
+ *   full      a node has block_size tokens; the last block of a prompt may have fewer
+ *   live      a node has rows, and has not expired by the prefix's time to live
+ *   whole     a node has the rows of all its tokens in a layer group: windows may have dropped some
+ *   lost      a full node lost its rows while kvc_prefix_forget runs, which still wants its name: kvc_tree.lost
+ *   outside   a node outside the tree has rows, but no parent yet, as its tokens were not known
+ *   used      a number of cache->evicting.num_uses: the higher, the later a node was used */
 #include "prefix/tree.h"
 
 #include <stddef.h>
@@ -8,7 +18,7 @@
 
 /* ---- children ---------------------------------------------------------------------------------------------------- */
 
-/* Returns the node with a place among others; NULL if the place is. */
+/* Returns the node whose place among its parent's children is given; NULL for NULL. */
 static kvc_node *at(kvc_links *beside) { return beside ? (void *)((char *)beside - offsetof(kvc_node, beside)) : NULL; }
 
 kvc_node *kvc_node_beside(const kvc_node *node, int side) { return at(kvc_sorted_beside(&node->beside, side)); }
@@ -21,7 +31,7 @@ kvc_among kvc_node_among(const kvc_node *parent, const kvc_token_span *tokens) {
         const int order = kvc_tokens_compare(&at(next)->tokens, tokens);
         place.above = next;
         place.side = order < 0;
-        place.is_same |= !order;
+        place.is_same |= !order; /* `behind` stays this child: all others below it on this side stand before it */
         *(order < 0 ? &place.before : &place.behind) = at(next);
     }
     return place;
@@ -34,7 +44,7 @@ kvc_node *kvc_node_child(const kvc_node *parent, const kvc_token_span *tokens) {
 
 enum {
     MOST_ALIKE = 32,   /* children that are looked at */
-    MOST_EXPIRED = 256 /* and those that expired and are not dropped yet */
+    MOST_EXPIRED = 256 /* children that are passed over, as they are not live */
 };
 
 kvc_alike kvc_alike_begin(const kvc_node *parent, const kvc_token_span *tokens) {
@@ -79,7 +89,7 @@ kvc_node *kvc_node_with_state(const kvc_node *parent, const kvc_token_span *toke
     while (part.num) {
         const kvc_among place = kvc_node_among(parent, &part);
         if (place.is_same && place.behind->checkpoint && kvc_node_is_live(place.behind)) return place.behind;
-        /* What the tokens begin with stands before them, and all between begins with it. */
+        /* A shorter child that the tokens begin with stands before them, and `before` begins with it, too. */
         part.num = place.before ? kvc_tokens_common(&place.before->tokens, &part) : 0;
     }
     return NULL;
@@ -159,7 +169,7 @@ void kvc_node_collect(kvc_node *node) {
     cache->prefixes.new_blocks_end = &node->next;
 }
 
-/* Its rows have become evictable: its state may go with them. */
+/* Called when the rows of a node have become evictable: whoever evicts them also frees its state. */
 static void noted(kvc_follower *follower) {
     const kvc_node *node = (const kvc_node *)(const void *)follower;
     if (node->checkpoint) kvc_checkpoint_note(node->tree->cache, node->checkpoint);
@@ -173,7 +183,7 @@ static void put_first(kvc_node *node, kvc_node **list) {
     *list = node;
 }
 
-/* Keeps a node that has lost its rows in the tree, for its name. */
+/* Lists a node that has no rows any more as lost, and keeps it in the tree for its name. */
 static void lose(kvc_node *node) {
     put_first(node, &node->tree->lost);
     kvc_node_use(node, 1);
@@ -184,7 +194,7 @@ void kvc_node_let_go(kvc_node *node) {
     kvc_node_use(node, -1);
 }
 
-/* Notes that the rows of a node are gone. */
+/* Called when the rows of a node have been dropped. */
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_node *node = (kvc_node *)(void *)follower;
     (void)cache;
@@ -198,7 +208,7 @@ static void ended(kvc_cache *cache, kvc_follower *follower) {
         prune(node);
         return;
     }
-    free_node(node);
+    free_node(node); /* it was outside the tree */
 }
 
 void kvc_node_drop(kvc_node *node) { kvc_cache_drop(node->tree->cache, node->rows); }
@@ -246,12 +256,12 @@ kvc_status kvc_node_new(kvc_tree *tree, const kvc_sequence *src, int32_t begin, 
     return KVC_OK;
 }
 
-/* Moves the rows of a node outside the tree to another, in place of what that had, and frees the first. */
+/* Moves the rows of a node outside the tree to the node `to`, in place of its rows, and frees the first node. */
 static void move_rows(kvc_node *node, kvc_node *to, int64_t used) {
     kvc_sequence *rows = node->rows;
     rows->follower = NULL;
     node->rows = NULL;
-    to->users.num++; /* to stay meanwhile: with rows again, it usually counts for the nodes above as before */
+    to->users.num++; /* so that dropping its old rows does not free it */
     if (to->rows) kvc_node_drop(to);
     if (kvc_node_is_lost(to)) kvc_node_let_go(to);
     rows->follower = &to->follower;
@@ -276,12 +286,12 @@ static int has_more(const kvc_node *a, const kvc_node *b) {
     return 0;
 }
 
-/* Gives a node the rows of another one with the same tokens, outside the tree, in each group in which it has fewer, and
- * drops that one.  Of two that lack rows, those of one are among those of the other.  Returns whether it gets any. */
+/* Gives `to` the rows of `from` in each group in which `to` has fewer, and drops `from`, a node outside the tree with
+ * the same tokens.  If both lack rows, those of one are among those of the other.  Returns whether `to` gets any. */
 static int merge(kvc_node *to, kvc_node *from, int64_t used) {
     kvc_cache *cache = to->tree->cache;
     int gets = 0;
-    kvc_cache_pin(cache, to->rows, 1); /* so that their rows may change */
+    kvc_cache_pin(cache, to->rows, 1); /* rows of a pinned sequence may change */
     kvc_cache_pin(cache, from->rows, 1);
     for (int32_t g = 0; g < cache->num_token_groups; g++) {
         if (more_in(from, to, g) <= 0) continue;
@@ -296,7 +306,8 @@ static int merge(kvc_node *to, kvc_node *from, int64_t used) {
     return gets;
 }
 
-/* Drops blocks that a longer one begins with, when nobody needs them for themselves, nor for rows that it lacks. */
+/* Drops shorter siblings that a node begins with, up to the first that has a user.  Those with a state stay, and those
+ * with rows that the node lacks. */
 static void drop_beginnings(kvc_node *node) {
     for (kvc_node *other, *before = kvc_node_beside(node, 0); (other = before);) {
         before = kvc_node_beside(other, 0);
@@ -324,7 +335,7 @@ kvc_node *kvc_tree_add(kvc_node *parent, kvc_node *node, const kvc_token_span *t
         if (merge(same, node, used)) kvc_node_collect(same);
         return same;
     }
-    if (same) {
+    if (same) { /* without rows, or expired */
         move_rows(node, same, used);
         note(same, KVC_BLOCK_KEPT);
         kvc_node_collect(same);
@@ -353,7 +364,7 @@ kvc_node *kvc_tree_add_empty(kvc_node *parent, const kvc_token_span *tokens) {
 kvc_node *kvc_node_of(const kvc_cache *cache, int64_t id) {
     const kvc_sequence *hidden = kvc_table_find_hidden(&cache->sequences, id);
     kvc_node *node = hidden ? (kvc_node *)(void *)hidden->follower : NULL;
-    return node && node->tree->prefix ? node : NULL; /* a tree that a prefix has given up is dropped bit by bit */
+    return node && node->tree->prefix ? node : NULL; /* NULL: the prefix has given up the tree */
 }
 
 /* ---- the tree ---------------------------------------------------------------------------------------------------- */

@@ -40,6 +40,7 @@ typedef struct kvc_among {
     int side;
 } kvc_among;
 
+/* Returns where tokens stand among the children of a node. */
 kvc_among kvc_node_among(const kvc_node *parent, const kvc_token_span *tokens);
 
 /* Return the next child in falling order (side 0) or rising order (side 1), and the first child (side 0) or the last
@@ -58,8 +59,8 @@ typedef struct kvc_alike {
     int32_t num_left, num_expired;        /* so many are looked at still, and so many of those that are not live */
 } kvc_alike;
 
-/* Begins with the children that share the most tokens.  kvc_alike_next returns the next one, and sets *common to how
- * many these are; NULL: there are no more, or enough were looked at. */
+/* Begins with the children that share the most tokens: of sorted children, those next to the tokens.  kvc_alike_next
+ * returns the next child, and sets *common to how many it shares.  NULL: no more do, or enough were looked at. */
 kvc_alike kvc_alike_begin(const kvc_node *parent, const kvc_token_span *tokens);
 kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common);
 

@@ -43,9 +43,9 @@ void kvc_value_owner_init(kvc_value_owner *owner, const void *identity, int64_t 
 /* ---- checksums --------------------------------------------------------------------------------------------------- */
 
 enum {
-    WORDS = 5,
-    STEP = 8 * WORDS
-}; /* bytes that are summed up at once: words whose lookups do not wait for each other */
+    WORDS = 5,       /* words of 8 bytes that are summed up side by side: their lookups do not wait for each other */
+    STEP = 8 * WORDS /* bytes of them */
+};
 
 void kvc_crc_init(kvc_crc *crc) {
     for (uint32_t i = 0; i < 256; i++) {
