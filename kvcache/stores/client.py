@@ -6,7 +6,8 @@ breaker each. After some failures in a row the store is left alone for a while, 
 Each further failure doubles the while, up to a limit. A store that is full still reads.
 
 All clients of one store share these threads, queues and breakers, and a value that one of them is reading is not read
-again. A value that is refused, by the client or whoever asked for it, is deleted.
+again. Each client is a tenant. A value that is refused, by the client or whoever asked for it, is deleted. A key is
+doomed while its value waits to be deleted, because a cache has forgotten its rows: it counts as missing.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class StoreClient:
 
     def __init__(self, store: MutableMapping[str, bytes], *, most_bytes: int = INT64_MAX - 1) -> None:
         self._tenant = Tenant(most_bytes)
-        self._looker = Tenant(most_bytes, only_keys=True)
+        self._looker = Tenant(most_bytes, only_keys=True)  # for `count`
         self._shared = _shared(store)
 
     def get_many(
@@ -104,10 +105,10 @@ class StoreClient:
     ) -> dict[str, bytes]:
         """Return the values that the store hands out for these keys within `timeout` seconds; others are misses.
 
-        Keys are read in this order; later answers are dropped. With `stop_at_miss` a key is of no use without those
-        before it: reading ends where one is missing, though the same call of the store may have brought more. The store
-        has failed if it has not answered within `patience` seconds, by default `timeout`: for callers who wait less
-        than it may take. If clients differ, the most patient one is right.
+        Keys are read in this order. Doomed keys are misses, and answers that come later are dropped. With
+        `stop_at_miss`, reading ends at the first miss, as keys behind it are of no use; the result may still have some
+        of them. The store has failed if it has not answered within `patience` seconds, by default `timeout`: give more
+        than `timeout` to wait less than the store may take. If clients differ, the longest patience counts.
         """
         timeout = min(timeout, threading.TIMEOUT_MAX)
         patience = timeout if patience is None else patience
@@ -140,7 +141,7 @@ class StoreClient:
         `make_value` gets the value that the store has, if it `joins` them, or None. It returns the value to write, b""
         if there is no need, or None if it is gone. It is called later, in the thread that writes, unless the value is
         dropped before. `written`, which must not raise, is called with the key once the store has the value. If the key
-        waits to be deleted because it was forgotten, it is read again once the value is stored.
+        is doomed, it is read again once the value is stored.
         """
         number = self._shared.doomed.number(key)
         return self._shared.writer.add(Write(self._tenant, key, make_value, written, joins, number))
@@ -151,18 +152,21 @@ class StoreClient:
 
     @property
     def num_forgets(self) -> int:
-        """For `adding`: to be asked before anything is read."""
+        """The number for `adding`: take it before anything is read."""
         return self._shared.doomed.num_forgets
 
     def adding(self, num_forgets: int) -> AbstractContextManager[bool]:
-        """Return whether to add what was read when `num_forgets` was this: nobody has forgotten anything since."""
+        """Open a context that yields whether to add to a cache what was read when `num_forgets` was this.
+
+        It is False if anything was forgotten since. `forgetting` waits for the end of the context.
+        """
         return self._shared.doomed.adding(num_forgets)
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[Callable[[Iterable[str]], None]]:
-        """Let nothing be added until the end of this; return a function that takes keys to delete.
+        """Let nobody add what was read until the end of this context; yield a function that takes keys to delete.
 
-        No client of the store reads anything of them until `delete_doomed` has deleted them.
+        These keys are doomed: no client of the store reads them until they are deleted, see `delete_doomed`.
         """
         try:
             with self._shared.doomed.forgetting(self._tenant) as take:
@@ -171,11 +175,11 @@ class StoreClient:
             self._shared.stay()
 
     def doom(self, keys: Iterable[str]) -> None:
-        """Take keys to delete in a forked child, in place of the thread that was forgetting them."""
+        """Doom keys in a forked child, in place of the thread of its parent that was forgetting them."""
         self._shared.doomed.take(keys, self._tenant)
 
     def delete_doomed(self) -> None:
-        """Queue the deletion of these keys, and of keys that the store failed to delete before."""
+        """Queue the deletion of all doomed keys, also of those that the store failed to delete before."""
         for key, number in self._shared.doomed.items():
             self._shared.delete(self._tenant, key, number)
 
@@ -225,7 +229,7 @@ class _Shared:
     def begin(self) -> None:
         """Begin without threads, and with empty queues; again in a forked child, which has no other threads."""
         self.doomed.begin()
-        self._deletions: dict[str, tuple[int, Write]] = {}  # of doomed keys, the last ones that were queued
+        self._deletions: dict[str, tuple[int, Write]] = {}  # of doomed keys: number and deletion queued last
         self.lock = threading.RLock()  # a garbage collection may run anything while it is held
         self.reader = Reader(self.store, self.lock, self.warn, self.refuse)
         self.writer = Writer(self.store, self.lock, self.warn, self.doomed, self._settle)
@@ -275,7 +279,7 @@ class _Shared:
 
 # By the id of the store, which may be of a kind that can neither be hashed nor referred to weakly.
 _all: weakref.WeakValueDictionary[int, _Shared] = weakref.WeakValueDictionary()
-_staying: set[_Shared] = set()
+_staying: set[_Shared] = set()  # those that live on without a client
 _lock = threading.RLock()  # as above
 
 

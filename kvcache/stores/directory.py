@@ -1,4 +1,8 @@
-"""`DirectoryStore`: values in the files of a folder, by the store of the C core (src/prefix/directory.c)."""
+"""`DirectoryStore`: values in the files of a folder, by the store of the C core (src/prefix/directory.c).
+
+A key is the name of a block in hexadecimal digits; the core takes the name itself, as bytes. A value's file begins with
+a header that holds the key, and is called by a hash of the key.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +131,7 @@ class DirectoryStore(MutableMapping[str, bytes]):
         name = _name_of(key)
         is_there = name is not None and self._folder.size(name) > 0
         if name is not None:
-            self._folder.remove(name)  # also a torn file, which has rows
+            self._folder.remove(name)  # also a file that a power cut tore, which counts as missing
         if not is_there:
             raise KeyError(key)
 

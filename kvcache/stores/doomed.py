@@ -1,4 +1,8 @@
-"""Keep what was forgotten from coming back out of a store."""
+"""Keep what was forgotten from coming back out of a store.
+
+A forgetting is the time in which a cache forgets a prompt and finds the keys of its blocks. Its number is what
+`num_forgets` was when it began. The keys are doomed: they are not read until the store has deleted their values.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,7 @@ class Doomed:
         return [(key, number) for key, (number, _) in list(self._keys.items())]
 
     def number(self, key: str) -> int:
-        """Return which forgetting found a key; 0 if it does not wait, or somebody is forgetting just now."""
+        """Return the number of the forgetting that found a key; 0 if it is not doomed, or somebody is forgetting."""
         with self._lock:
             return 0 if self._num_forgetting else self._keys.get(key, (0,))[0]
 
@@ -71,7 +75,7 @@ class Doomed:
 
     @contextmanager
     def adding(self, num_forgets: int) -> Iterator[bool]:
-        """Yield whether to add what was read when `num_forgets` was this."""
+        """Yield whether to add to a cache what was read when `num_forgets` was this. `forgetting` waits for the end."""
         with self._lock:
             may_add = self.num_forgets == num_forgets and not self._num_forgetting
             self._num_adding += may_add
@@ -84,7 +88,7 @@ class Doomed:
 
     @contextmanager
     def forgetting(self, tenant: Tenant) -> Iterator[Callable[[Iterable[str]], None]]:
-        """Wait until nothing is being added, and let nothing be until the end; yield a function that takes keys."""
+        """Wait until nobody adds, and let nobody add until the end; yield a function that takes the keys found."""
         with self._lock:
             self.num_forgets += 1
             number = self.num_forgets
@@ -99,10 +103,10 @@ class Doomed:
                 self._changed.notify_all()
 
     def take(self, keys: Iterable[str], tenant: Tenant, number: int | None = None) -> None:
-        """Take keys that a forgetting has found, by default the last one. Takes no lock."""
+        """Doom keys that the forgetting of this number has found, by default the last one. Takes no lock."""
         self._keys.update(dict.fromkeys(keys, (self.num_forgets if number is None else number, tenant)))
 
     def wait(self) -> None:
-        """Wait until nobody is forgetting: from then on, all keys of blocks that were dropped are known."""
+        """Wait until nobody is forgetting: then all keys of blocks that were dropped before are doomed."""
         with self._lock:
             self._changed.wait_for(lambda: not self._num_forgetting, MOST_WAIT)

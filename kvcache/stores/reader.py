@@ -1,8 +1,10 @@
 """Read values from a store for all who ask, each key once at a time, in a few threads.
 
 A request is a `Read`, and waits until each of its keys has an answer. Reads take turns: a thread takes the next keys of
-a read, enough for one call of the store. It leaves out keys that another thread is reading. The answers go to every
-read that waits for these keys.
+a read, enough for one call of the store. It leaves out keys that are flying: another thread is reading them. The
+answers go to every read that waits for these keys. Keys are told apart by `Tenant.name`.
+
+A store that fails is left alone: its breaker is open. A probe is a read that asks it once more; nobody waits for that.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ class Read:
     """Keys that a caller waits for, or a probe that nobody waits for."""
 
     tenant: Tenant
-    wanted: dict[str, int]  # the keys without an answer, in order, and their places in it
+    wanted: dict[str, int]  # the keys without an answer, in the order asked for, and their places in it
     begin: float
-    answers: int  # of the store so far
+    answers: int  # that the store had given when it began
     stop_at_miss: bool = False
     is_probe: bool = False
     found: dict[str, bytes] = field(default_factory=dict)
     is_queued: bool = False
     is_done: bool = False  # nobody waits for more of it
-    is_judged: bool = False  # whether it failed is known to the breaker
+    is_judged: bool = False  # the breaker has been told that the store failed to answer it
 
 
 @dataclass(eq=False)
@@ -88,9 +90,9 @@ class Reader:
         self._answered = -math.inf  # when the store last did
         self._tenants: Living[Tenant] = Living()  # those who have asked
         self._reads_many = False
-        self._waiting: dict[tuple[object, ...], dict[Read, None]] = {}  # by the names of their keys
+        self._waiting: dict[tuple[object, ...], dict[Read, None]] = {}  # reads, by the names of their keys
         self._flying: set[tuple[object, ...]] = set()  # the names of keys that are being read
-        self._cuts: dict[tuple[object, ...], float] = {}  # when these were deleted meanwhile
+        self._cuts: dict[tuple[object, ...], float] = {}  # when the values of flying keys were deleted
         self._warn, self._refuse = warn, refuse
 
     # ---- what callers do
@@ -131,6 +133,7 @@ class Reader:
         return False
 
     def _queue(self, read: Read) -> bool:
+        """Let a read wait for its keys, and give it a turn; return False if there can be no thread for it."""
         for key in read.wanted:  # first, as a queued read that waits for nothing would be called again and again
             self._waiting.setdefault(read.tenant.name(key), {})[read] = None
         read.is_queued = self.worker.add(read)
@@ -155,7 +158,7 @@ class Reader:
         return SLOW if self.answers == read.answers and self.worker.breaker.failed() else None
 
     def _is_late(self, seconds: float, tenant: Tenant) -> bool:
-        """Return whether an answer after so many seconds is too late for all who use the store."""
+        """Return whether an answer after so many seconds is later than any tenant's patience."""
         if seconds < tenant.patience:
             return False
         return all(seconds >= other.patience for other in self._tenants.alive() if not other.is_closed)
@@ -166,6 +169,7 @@ class Reader:
         self._forget(read, read.wanted)
 
     def _forget(self, read: Read, keys: Iterable[str]) -> None:
+        """Let a read wait for these keys no more."""
         for key in keys:
             name = read.tenant.name(key)
             waiting = self._waiting.get(name, {})
@@ -174,7 +178,7 @@ class Reader:
                 self._waiting.pop(name, None)
 
     def cut(self, key: str) -> None:
-        """Answer no read that begins from now on by what is being read of a key. Called with the lock."""
+        """Let no read that begins from now on take a value of a key that is being read. Called with the lock."""
         for name in self._flying:
             if name[-1] == key:
                 self._cuts[name] = time.monotonic()
@@ -226,6 +230,7 @@ class Reader:
         return None
 
     def _next_keys(self, read: Read) -> list[str]:
+        """Return the next keys of a read for one call, up to the first that is flying."""
         tenant, most = read.tenant, 1
         if tenant.only_keys:
             most = ASKED_AT_ONCE

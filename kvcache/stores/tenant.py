@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Tenant:
-    """A tenant, whose values have at most `most_bytes`. All other fields are used under the store's lock."""
+    """A tenant, whose values have at most `most_bytes`. Its fields that change are used under the store's lock."""
 
     most_bytes: int
     only_keys: bool = False  # it asks which keys there are, and reads no values
@@ -26,5 +26,5 @@ class Tenant:
         return self.most_bytes + 1
 
     def name(self, key: str) -> tuple[object, ...]:
-        """Return what is to be read of a key: equal names, one read."""
+        """Return what tells reads of a key apart: tenants with equal names of it share one read."""
         return self.most_bytes, self.only_keys, key

@@ -1,4 +1,7 @@
-"""Keep values in Valkey or Redis, one server or a cluster, which many machines may share."""
+"""Keep values in Valkey or Redis, one server or a cluster, which many machines may share.
+
+The server has a value under its name: the prefix and the key, as bytes. Reading a value renews its time to live.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +190,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
                 pipeline.getrange(self._name(key), 0, most - 1)
                 if self.ttl is not None:
                     pipeline.pexpire(self._name(key), int(1000 * self.ttl))
-            found = _execute(pipeline)[:: 1 if self.ttl is None else 2]
+            found = _execute(pipeline)[:: 1 if self.ttl is None else 2]  # every other result is that of pexpire
         return {key: value for key, value in zip(keys, found, strict=True) if value}
 
     def set_many(self, items: Mapping[str, bytes]) -> None:
@@ -316,6 +319,7 @@ def _parse(url: str) -> tuple[bool, bool, list[tuple[str, int]], dict[str, Any]]
 
 
 def _parse_node(url: str, text: str) -> tuple[str, int]:
+    """Return the host and port of one node of an address."""
     found = re.fullmatch(r"(?:\[([^\]\s]+)\]|([^:\[\]\s]+))(?::(\d+))?", text)
     if found is None or not 0 <= int(found[3] or 0) < 1 << 16:
         raise ValueError(f"{shown(url)!r}: {text!r} is neither HOST nor HOST:PORT, nor [IPV6] nor [IPV6]:PORT")

@@ -1,4 +1,4 @@
-"""Do what may take long, or for ever, in threads of its own, and leave off for a while when it fails."""
+"""Call a store, which may take long, or for ever, in threads of their own, and leave it alone while it fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from kvcache.threads import Condition
 
 MAX_FAILURES = 3  # in a row, until a store is left alone
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds for which it is left alone
 LINGER = 1.0  # seconds after which a thread without work ends
 
 logger = logging.getLogger("kvcache")
@@ -83,15 +83,16 @@ class Worker:
         return True
 
     def _start(self) -> bool:
+        """Start a thread; return False if there can be none. What a signal's handler raises meanwhile is raised."""
         thread = threading.Thread(target=self.run, name=f"kvcache-{self.name}", daemon=True)
         handled = sys.exc_info()[1]
         try:
             thread.start()  # it waits for the lock
         except (RuntimeError, KeyError) as error:
             cause = error.__context__
-            if cause is not None and cause is not handled:  # of a signal's handler, which Python answers by another
+            if cause is not None and cause is not handled:  # a signal's handler raised it, and start() failed for that
                 raise cause from None
-            if isinstance(error, KeyError) or not _is_of_threading(error):  # of a handler, too
+            if isinstance(error, KeyError) or not _is_of_threading(error):  # a handler raised it
                 raise
             return False
         self.threads.add(thread)

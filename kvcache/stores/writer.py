@@ -1,4 +1,8 @@
-"""Write values to a store, and delete some, in a thread that nobody waits for."""
+"""Write values to a store, and delete some, in a thread that nobody waits for.
+
+A doomed key waits to be deleted, because a cache has forgotten its rows. `kvcache.stores.doomed` knows these keys, and
+the number of the forgetting that found each.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ class Write:
     key: str
     make_value: Callable[[bytes | None], bytes | None] | None
     written: Callable[[str], object] | None = None  # called with the key once the store has done it
-    joins: bool = False  # the value with the one that is there
-    forgetting: int = 0  # that found the key, if it is doomed: why it is deleted, or before the value was made
-    is_counted: bool = True  # where it is dropped
+    joins: bool = False  # make_value gets the value that the store has
+    forgetting: int = 0  # the number of the forgetting that found the key; 0: the key was not doomed
+    is_counted: bool = True  # in the count of `dropped`, if it is dropped
     is_ended: bool = False  # it is done, failed or dropped
 
 
@@ -169,7 +173,7 @@ class Writer:
         if items:
             calls.write_many(self.store, items)
         if gone:
-            self._doomed.wait()
+            self._doomed.wait()  # then all keys that were forgotten are among the doomed ones
         with self.lock:
             self._note_dropped(write for write in gone if write.key not in self._doomed)  # else it was forgotten
             for key, value in items.items():
