@@ -1,4 +1,8 @@
-"""`KVCache`: begins batches; reads, edits and counts the rows that sequences hold."""
+"""`KVCache`: begins batches; reads, edits and counts the rows that sequences hold.
+
+A method hands its arguments to the same method of ``_core``, the cache of the C core. Every edit gets the list `_edits`
+as well. The core appends what it did (`kvcache.follower.Edit`), and the strategy reads the list in `_note_edits`.
+"""
 
 from __future__ import annotations
 
@@ -212,6 +216,7 @@ class KVCache(Saveable):
         self._follower: Follower | None = self._decider  # or a Watch of prefix caches with stores, which need "always"
 
     def _make_core(self, original: _core.Cache | None) -> _core.Cache:
+        """Make an empty cache of the core, or a copy of `original`."""
         return _core.Cache(
             once_for_each(lambda i: self._layers[i].for_core(), self._layers),
             self._max_seq_len or 0,
@@ -832,6 +837,7 @@ class KVCache(Saveable):
         self._copy(partial(self._core.fork, src, dst, self._edits), src, dst, missing_ok)
 
     def _copy(self, copy: Callable[[], None], src: SupportsIndex, dst: SupportsIndex, missing_ok: bool) -> None:
+        """Call `copy`; if `src` may hold nothing, and it is refused, copy a prefix of 0 tokens."""
         self._share(copy, partial(self._core.copy_prefix, src, dst, 0, self._edits), missing_ok)
         self._note_edits()
 
@@ -889,7 +895,7 @@ class KVCache(Saveable):
         """
         share = partial(self._core.share_range, src, dst, begin)
 
-        def share_nothing() -> None:  # of part of the positions, none need exist
+        def share_nothing() -> None:  # the core refuses sequences that hold nothing only if all positions are shared
             is_all = end is None or end == INT32_MAX
             may_be_none = is_all and not {src, dst} & {*self._core.sequences()}
             share(INT32_MAX - 1 if may_be_none else end, self._edits)
@@ -1007,7 +1013,7 @@ class KVCache(Saveable):
         """Divide the positions ``[begin, end)`` of a sequence by `divisor`, rounding down, as self-extend does [1]_.
 
         Several tokens then have the same position. Rotated keys are rewritten to new memory, and their former memory is
-        freed at the end.
+        freed once all of them are.
 
         Raises
         ------

@@ -11,7 +11,7 @@ from typing import TextIO
 
 WIDTH = 80  # of paragraphs that go to no terminal
 NO_LIMIT = sys.maxsize  # of tables that go to no terminal: programs read their rows
-LEAST = 20  # of the second of two columns of words
+LEAST = 20  # width of the second of two columns of words
 SPACE = "\0"  # where no line ends; nothing that is printed has it
 
 
@@ -56,7 +56,7 @@ def wrap(text: str, width: int, indent: str = "", rest: str = "") -> str:
 def print_error(text: str) -> None:
     """Print a sentence on stderr, in one line unless that is a terminal.
 
-    If stderr is full, or nobody reads it, redirect it to nowhere, because Python flushes it once more.
+    If stderr is full, or nobody reads it, redirect it to nowhere, because Python flushes it again at exit.
     """
     try:
         print(wrap(text, columns(NO_LIMIT, sys.stderr)), file=sys.stderr, flush=True)
@@ -83,6 +83,7 @@ class Table:
 
     def __init__(self, widths: Sequence[int], to_right: Sequence[bool], limit: int) -> None:
         self._cells = [f"{'>' if right else '<'}{width}" for width, right in zip(widths, to_right, strict=True)]
+        # One space between columns, if rows fit only so:
         self._gap = " " if sum(widths) + 2 * (len(widths) - 1) > limit >= sum(widths) + len(widths) - 1 else "  "
         self._lines: list[list[int]] = [[]]  # the columns of each line
         used = 0

@@ -70,8 +70,8 @@ class Asked:
 class _Noted:
     """The queries that `Queries` keeps of a sequence in a layer, in chunks with their positions."""
 
-    picked: deque[tuple[NDArray[Any], Positions]] = field(default_factory=deque)
-    latest: deque[tuple[NDArray[Any], Positions]] = field(default_factory=deque)
+    picked: deque[tuple[NDArray[Any], Positions]] = field(default_factory=deque)  # of one token in `every`
+    latest: deque[tuple[NDArray[Any], Positions]] = field(default_factory=deque)  # of the last tokens, or more
     options: dict[str, Any] = field(default_factory=dict)
 
     def copy(self) -> _Noted:
@@ -152,6 +152,7 @@ class Queries:
     def _asked(
         self, layer: int, seq_id: int, chunks_of: Callable[[_Noted], Iterable[tuple[NDArray[Any], Positions]]]
     ) -> Asked | None:
+        """Return the queries of chunks that `chunks_of` takes from what is noted; None if there are none."""
         noted = self._noted.get((seq_id, layer))
         chunks = [] if noted is None else [*chunks_of(noted)]
         if noted is None or not chunks:
@@ -259,6 +260,7 @@ class Prompt:
         return self._noted(asked and Asked(asked.q[:count], asked.positions[:count], asked.options), layer)
 
     def _noted(self, asked: Asked | None, layer: int) -> Asked:
+        """Return queries; raise ValueError if there are none."""
         if asked is None or not len(asked.positions):
             raise ValueError(
                 f"no queries of sequence {self.seq_id} were noted in layer {layer}, which the policy needs: note them"

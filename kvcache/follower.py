@@ -1,4 +1,4 @@
-"""`Follower`, which commits the batches of a `KVCache`, and `Edit`, a note of each edit."""
+"""`Follower`, which commits the batches of a `KVCache`, and `Edit`, a note of what an edit did to a sequence."""
 
 from __future__ import annotations
 

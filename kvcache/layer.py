@@ -83,7 +83,7 @@ def suits(dtype: DType, dim: int) -> bool:
 
 def stored_as(dtype: DType, transform: Transform | None) -> str:
     """Return what rows are stored as, in words; a transform is of no effect where the type has its own, or none."""
-    is_plain = transform is None or suits(dtype, 1) or dtype in ALWAYS_TRANSFORMED
+    is_plain = transform is None or suits(dtype, 1) or dtype in ALWAYS_TRANSFORMED  # only floats suit a dim of 1
     return dtype if is_plain else f"{transform} {dtype}"
 
 
@@ -242,7 +242,7 @@ class Layer:
             "share": None if share is None else integer(share, "share", 0, MAX_LAYERS - 1),
             "sketch": _bool(sketch, "sketch"),
         }
-        if not values["v_head_dim"]:
+        if not values["v_head_dim"]:  # keys alone
             values |= {"v_dtype": values["k_dtype"], "v_transform": values["k_transform"]}
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -340,7 +340,7 @@ class Sizes:
         )
 
     def _bounds_batches(self, limit: int) -> bool:
-        """Whether a layer would keep more than `limit` rows; else every one lets rows go, and keeps at most those."""
+        """Whether a layer keeps more rows of `limit` + 1 tokens than of `limit`; else all let rows go by then."""
         return any(most_rows(policy, limit + 1) > most_rows(policy, limit) for policy, nbytes in self._kinds if nbytes)
 
 

@@ -175,7 +175,7 @@ def decide_by_memory(strategy: Adaptive, needed: int, held: int, free: int, sour
 
     `source` names the limit: the machine's or a cgroup's.
     """
-    fraction = (1 + strategy.fraction) / 2 if held else strategy.fraction
+    fraction = (1 + strategy.fraction) / 2 if held else strategy.fraction  # what is stored is not dropped so soon
     most = int((free + held) * fraction)
 
     def why() -> str:
@@ -291,20 +291,21 @@ class Decider:
                 seq_id, source, is_whole = self.edits.popleft()
                 self._edited(seq_id, source, is_whole)
 
-    def _edited(self, seq_id: int | None, other: int | None, is_whole: bool) -> None:
+    def _edited(self, seq_id: int | None, source: int | None, is_whole: bool) -> None:
+        """Note an edit, as `kvcache.follower.Edit` describes it."""
         if seq_id is None:
             for one in list(self._decisions):  # a copy: other threads may add some
-                if one != other:
+                if one != source:
                     self._decisions.pop(one, None)
-            self._dropped &= set() if other is None else {other}  # at once
+            self._dropped &= set() if source is None else {source}  # at once
             return
         held = self._core.seq_len(seq_id, None)
         if is_whole or (held and seq_id in self._dropped):
             self._dropped.discard(seq_id)
             self._decisions.pop(seq_id, None)
-        if other in self._dropped and (is_whole or not held):
+        if source in self._dropped and (is_whole or not held):
             self._dropped.add(seq_id)
-            if (decision := self._decisions.get(other)) is not None:
+            if (decision := self._decisions.get(source)) is not None:
                 self._decisions[seq_id] = decision
 
     def _forget_decisions(self) -> None:
