@@ -1,4 +1,11 @@
-"""The attention implementation ``"kvcache"``."""
+"""The attention implementation ``"kvcache"``.
+
+A model hands it lazy tensors, which stand for all rows of a layer (`kvcache.hf.layers`). The kernels attend over these
+rows where they lie, if they know the mask and all other arguments. Otherwise, the rows are decoded to dense tensors.
+A pass is a forward pass of the model. A column is a place in the text, padding included; the offset of a row of the
+batch is the column of its first token. A source layer attends over an encoder's rows. An expansion stands for keys and
+values that the model makes of latents.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +201,7 @@ def _run(
 def _name_unknown(
     module: torch.nn.Module, options: dict[str, Any], is_known: bool, mask: torch.Tensor | None
 ) -> str:  # fmt: skip
-    """Say what of a call the kernels do not know. `is_known` says whether they know its choice of rows."""
+    """Say what of a call the kernels cannot do. `is_known` says whether they can take its choice of rows."""
     what = "a mask" if mask is not None else "tokens that see later ones"
     what = what if is_known else "a choice of rows"
     what = "dropout" if options.get("dropout") else what
@@ -244,7 +251,10 @@ def _complete(
     chosen: Chosen | None,
     has_sdpa: bool,
 ) -> torch.Tensor | None:
-    """Return a mask that hides later keys as well, if torch would not, and keys that an indexer did not choose."""
+    """Return a mask that hides later keys as well, if torch would not, and keys that an indexer did not choose.
+
+    `has_sdpa` says that torch's attention gets the mask; otherwise `attend_dense` does.
+    """
     num_queries, num_keys = query.shape[2], key.shape[2]
     # Without a mask, torch's function hides later keys itself, from the first query and the first key on. These are of
     # the same token only if there are as many queries as keys. `attend_dense` hides none.

@@ -1,4 +1,10 @@
-"""The texts that an `HFCache` holds: `TextBatch`; and what it does with its prefix cache: `Beginnings`."""
+"""The texts that an `HFCache` holds: `TextBatch`; and what it does with its prefix cache: `Beginnings`.
+
+A pass is a forward pass of the model. A column is a place in the texts, padding included; an offset is the column of a
+text's first token. `passes.num_seen` are the columns of ended passes, `length` also those of a last, complete pass.
+`passes.prompts` are prompts whose beginnings were acquired from the prefix cache; None: there are none. States are
+those of recurrent layers: they go back only to a column behind which they were kept.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +58,7 @@ class TextBatch:
         return other
 
     def _forget_told(self) -> None:
+        """Forget what `generate` told."""
         self.tokens = self.next_positions = self.ahead = None
         self.has_moved_rows = self.follows_from_others = False
 

@@ -1,4 +1,9 @@
-"""`HFCache`: a `KVCache` behind the interface of transformers' caches; two of them are an `HFEncoderDecoderCache`."""
+"""`HFCache`: a `KVCache` behind the interface of transformers' caches; two of them are an `HFEncoderDecoderCache`.
+
+A pass is a forward pass of the model (`kvcache.hf.passes`); one that was complete ends when something asks for its
+tokens (`finish`). A part is what is kept of a layer of the model (`kvcache.hf.policies`). Layers beside others hold,
+for example, an indexer's keys; in the `KVCache` they follow the layers of rows. A source is an encoder's rows.
+"""
 
 from __future__ import annotations
 

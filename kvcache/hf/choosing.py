@@ -2,6 +2,8 @@
 
 The keys of an indexer are layers of the `KVCache` of their own. Rows for several tokens lie in a layer with a row for
 every n-th token, and what is not pooled yet in a layer with a window. DeepSeek V4 has them beside the rows of a window.
+A block is the tokens that one row stands for, or that are chosen together. A span is the tokens that a row is made of.
+A column is a place in the text, padding included; a position counts behind the padding.
 """
 
 from __future__ import annotations
@@ -240,7 +242,8 @@ class Pooled(Layer):
         rows, inputs = (passes.layers[i].policy for i in (index, index + 1))
         assert isinstance(rows, FullAttention)
         assert isinstance(inputs, SlidingWindow)
-        self.block, self.span = rows.stride, inputs.window  # the tokens that a row stands for, and is made of
+        self.block = rows.stride  # the tokens that a row stands for
+        self.span = inputs.window  # the tokens that a row is made of
 
     def take(self, inputs: Tensor, padding: Tensor | None, pool: Pool, block: int) -> Taken:
         """Store what the new tokens bring, ``[batch, tokens, elements]``, and the rows of blocks that they complete.

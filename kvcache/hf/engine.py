@@ -1,4 +1,9 @@
-"""`Engine`: continuous batches of requests on a model of transformers."""
+"""`Engine`: continuous batches of requests on a model of transformers.
+
+A request waits until it has begun: then it has a sequence, and runs. Each step feeds parts, the next tokens of running
+requests, in one pass or several. If memory is short, the youngest request is put back: it gives its sequence up, and
+waits again. It is barred then: it may not begin before another one has ended, or an older one was put back.
+"""
 
 from __future__ import annotations
 
@@ -285,6 +290,7 @@ class Engine:
     # ---- in the thread
 
     def _run(self) -> None:
+        """Feed the requests in steps until the engine is closed or fails, and end those that are left."""
         try:
             with torch.no_grad():
                 while self._begin_step():
@@ -337,10 +343,13 @@ class Engine:
                 insort(self._running, one, key=ARRIVAL)
 
     def _try_to_begin(self, one: Running) -> bool:
-        """Let a request have a sequence if no older one runs, or its rows fit beside the rows of older ones."""
+        """Let a request have a sequence if no older one runs, or its rows fit beside the rows that older ones need.
+
+        Younger ones may be put back for it. If it does not fit, `one.wants` says with how many free rows it may.
+        """
         num_older = bisect(self._running, one.number, key=ARRIVAL)
         older, younger = self._running[:num_older], self._running[num_older:]
-        if not older:
+        if not older:  # the oldest one always begins
             one.begin(self._packed)
             return True
         rows = one.rows_only_of(younger, older) - sum(map(self._rows_for, older))  # that it may have beside free ones
@@ -365,7 +374,7 @@ class Engine:
         prompts = [one for one in self._running if not one.is_answering]
         others = sorted(prompts[1:], key=lambda one: one.num_left)
         left = self._prompt_tokens
-        oldest = left - min(left // 2, sum(one.num_left for one in others))
+        oldest = left - min(left // 2, sum(one.num_left for one in others))  # half at least for the oldest prompt
         for one in [*prompts[:1], *others]:
             num = min(oldest if one is prompts[0] else left, one.next_end - one.num_fed)
             if num:
@@ -437,6 +446,7 @@ class Engine:
             insort(self._waiting, one, key=ARRIVAL)
 
     def _end(self, one: Running, reason: str, error: BaseException | None = None) -> None:
+        """End a request that runs or waits. Those that were barred may try again."""
         with self._changed:
             (self._running if one in self._running else self._waiting).remove(one)
         for other in self._waiting:

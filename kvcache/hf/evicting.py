@@ -1,4 +1,4 @@
-"""Evict tokens of an `HFCache` by importance."""
+"""Evict tokens of an `HFCache` by importance. An offset is the column of a text's first token, behind its padding."""
 
 from __future__ import annotations
 

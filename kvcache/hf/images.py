@@ -1,6 +1,7 @@
 """Names for the tokens in the place of images and videos, so that a cache knows them again.
 
-`generate` has a model encode its images before the text. The features then stand in place of the tokens, in order.
+`generate` has a model encode its images before the text. The features then stand in place of the tokens, in order. A
+name is a number that follows from an image's digest and a place in it. The modality is "image" or "video".
 """
 
 from __future__ import annotations

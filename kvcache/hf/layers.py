@@ -90,6 +90,7 @@ class LayerRows:
         return self._dense
 
     def _make_dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode the rows, and say why the kernels do not read them; refuse if rows are to be selected."""
         layer, passes = self.layer, self.layer.passes
         passes.calls["fallback" if self.unknown else "dense"] += 1
         if self.unknown:

@@ -1,4 +1,8 @@
-"""Tensors whose elements are made when an operation first needs them, and masks, which are such tensors."""
+"""Tensors whose elements are made when an operation first needs them, and masks, which are such tensors.
+
+An attention that knows a lazy tensor reads its fields in place of elements. So `made` is None as long as no operation
+has used it, and the kernels may take its place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Feed tokens of many texts to a model together, in one pass without padding: also the requests of an `Engine`."""
+"""Feed tokens of many texts to a model together, in one pass without padding: also the requests of an `Engine`.
+
+A part is a text with its next tokens. Recurrent layers hold the states of the texts of one pass; other texts have their
+states with them (`Text.state`). To tell a prefix cache is to name the tokens that were fed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ class Text:
         return False
 
 
-TOLERANCE = 0.1  # of how far logits spread: in passes of more tokens they are rounded otherwise, and experts may change
+TOLERANCE = 0.1  # of the spread of logits: passes of more tokens round them otherwise, and may choose other experts
 Part: TypeAlias = tuple[Text, list[int]]  # a text, and its next tokens
 
 
@@ -162,7 +166,7 @@ class Packed:
         texts = [text for text, _ in parts]
         positions = [text.num_fed + i for text, tokens in parts for i in range(len(tokens))]
         seq_ids = [text.seq_id for text, tokens in parts for _ in tokens]
-        shape = (len(parts), -1) if self.recurrent.layers else (1, -1)
+        shape = (len(parts), -1) if self.recurrent.layers else (1, -1)  # a row for each text, or one for all
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor([token for _, tokens in parts for token in tokens]).view(shape),
             "position_ids": torch.tensor(positions).view(shape),
@@ -300,7 +304,7 @@ class Running(Text):
         return min((end for end in self._ends if end > self.num_fed), default=len(self.tokens))
 
     def rows_only_of(self, others: Sequence[Running], beside: Sequence[Running]) -> int:
-        """Return how many rows others have that neither this one begins with nor those beside have."""
+        """Return how many rows would be free without `others`: those that neither this one nor one of `beside` has."""
         size = self._prefix.cache.block_size
         blocks = [one._names[: one.num_fed // size] for one in others]
         names = {name for some in blocks for name in some}

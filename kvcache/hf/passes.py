@@ -1,4 +1,9 @@
-"""`Passes`: the forward passes of a model through a cache, the batch of the pass that runs, and whose turn it is."""
+"""`Passes`: the forward passes of a model through a cache, the batch of the pass that runs, and whose turn it is.
+
+A pass is complete when it has been through every layer. It ends later, when its batch is committed or aborted. A column
+is a place in the texts, padding included. Leading padding is not stored: the offset of a row of the batch is the column
+of its first token, whose position is 0. A source is an encoder's rows.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +160,10 @@ class ForwardPass:
         return "BHTD" if self.not_padding is None else "THD"
 
     def kept(self, num_back: int) -> list[int]:
-        """Return the tokens of the batch, by index, except the last `num_back` columns."""
+        """Return the indices in the batch of all tokens except those in the last `num_back` columns.
+
+        The batch has the tokens of all rows, row by row, without leading padding.
+        """
         columns = torch.arange(self.num_tokens).expand(len(self.offsets), -1)
         if self.not_padding is not None:
             columns = columns[self.not_padding]
@@ -235,6 +243,7 @@ class Passes:
             self.queries.fork(source, seq_id)
 
     def _forget_queries(self, seq_ids: Iterable[int]) -> None:
+        """Forget the queries of these sequences, if any were noted."""
         if self.queries is not None:
             for seq_id in seq_ids:
                 self.queries.forget(seq_id)

@@ -1,4 +1,9 @@
-"""Read each layer's policy and the shape of its rows from a configuration of transformers."""
+"""Read each layer's policy and the shape of its rows from a configuration of transformers.
+
+A policy says which positions a layer's queries see; None: the layer keeps no rows of its own. A `Part` is what a cache
+keeps of a layer of the model. The layers of its `KVCache` are those with rows, and behind them those beside rows, such
+as the keys of an indexer.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +79,7 @@ class Part(NamedTuple):
     policy: Policy | None = None  # of its keys and values; None: it has none of its own
     own: OwnLayer | None = None  # what transformers itself keeps
     source: int = 0  # the layer whose rows it reads
-    beside: Sequence[Layer] = ()  # keys of its indexer; or rows for several tokens, each followed by their inputs
+    beside: Sequence[Layer] = ()  # keys of its indexer; or pairs: rows for several tokens, and what they are made of
     keys_are_values: bool = False
 
 
@@ -275,7 +280,7 @@ def _index_layers(read: Reading, layers: Sequence[Layer]) -> list[Layer]:
 
 
 def check_policies(layers: Sequence[Layer]) -> None:
-    """Raise ValueError for a policy that lets no layer of a decoder attend over its own tokens."""
+    """Raise ValueError if a layer of a decoder has a policy with which it could not attend over its own tokens."""
     for i, layer in enumerate(layers):
         policy = layer.policy
         if policy is None or isinstance(policy, CrossAttention):
@@ -297,7 +302,7 @@ def block_size_for(policies: Iterable[Policy | None]) -> int:
 
 
 def block_size_of_rows(layers: Sequence[Layer]) -> int:
-    """Return the tokens of a block that holds whole rows, for a prefix cache; if they do not fit, it refuses them."""
+    """Return the tokens of a block that holds whole rows, for a prefix cache; some size if it refuses such layers."""
     unit = math.lcm(*(getattr(layer.policy, "stride", 1) for layer in layers))
     block = -(-LEAST_BLOCK // unit) * unit
     return block if block <= MOST_BLOCK_SIZE else LEAST_BLOCK

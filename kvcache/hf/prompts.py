@@ -1,4 +1,9 @@
-"""The prompts of a batch whose beginnings come from a prefix cache."""
+"""The prompts of a batch whose beginnings come from a prefix cache.
+
+A column is a place in the prompts, padding included; `leading` counts the columns of padding before a row's tokens.
+`seen` is the column behind the tokens of earlier passes. A state is that of recurrent layers, and a prefix with
+`state_bytes` keeps states. A row of the cache is exact, and may be kept, if it follows from known tokens alone.
+"""
 
 from __future__ import annotations
 
@@ -365,9 +370,9 @@ class Prompts:
         self._fed = np.pad(self._fed, ((0, 0), (0, max(0, num_untold))), constant_values=UNKNOWN)[:, :seen]
 
     def note_inexact(self, seq_ids: Sequence[int], seen: int, num_tokens: int) -> None:
-        """Have none kept of the rows that do not follow from the prompts; the batch of a pass has been opened.
+        """Tell the prefix cache which rows not to keep: those that do not follow from the prompts' tokens.
 
-        The pass feeds `num_tokens` tokens behind a column, `seen`. Blocks of a prompt are kept as soon as it ends.
+        A pass, whose batch is open, feeds `num_tokens` tokens behind a column, `seen`; its end keeps full blocks.
         """
         if self._fed.shape[1] != seen + num_tokens:  # nobody told, or the model feeds other tokens
             self.tell_end(seen)

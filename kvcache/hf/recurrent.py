@@ -1,7 +1,8 @@
 """The recurrent layers of an `HFCache`: convolutions, linear attention, state spaces.
 
 Their states are transformers' own tensors, which a model overwrites in each pass. A state has all tokens in it. It goes
-back only to where it was kept.
+back only to where it was kept. The state of a convolution, the inputs of the last tokens, can also be narrowed: without
+the last ones it is the state before these.
 """
 
 from __future__ import annotations

@@ -208,11 +208,13 @@ class Request:
     # ----
 
     def _tell(self) -> None:
+        """Wake all who wait for tokens; call it with `_changed` held."""
         self._changed.notify_all()
         for listen in self._listeners:
             listen()
 
     def _raise(self) -> None:
+        """Raise the error that has ended the answer, if any."""
         if self.error is not None:
             raise self.error.with_traceback(self._traceback)  # else it grows with each time
 

@@ -1,7 +1,9 @@
 """Let a cache continue with another text than it holds, and feed a long prompt in pieces.
 
 It continues from the last column that both texts have in common. With pieces, a layer with a window holds no more than
-a piece beside the window.
+a piece beside the window. A column is a place in the texts, padding included. `texts.tokens` are the tokens that
+`generate` told, with NONE for padding and UNKNOWN for a token that nobody told; None: it told nothing. `needed` is the
+column up to which a cache must hold a text, because images before it are not given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a call of a model feeds: its tokens, as far as the rows that it makes follow from them, and its padding."""
+"""What a call of a model feeds: its tokens, as far as the rows that it makes follow from them, and its padding.
+
+A column is a place in the batch's texts, padding included; the offset of a row is the column of its first token.
+"""
 
 from __future__ import annotations
 

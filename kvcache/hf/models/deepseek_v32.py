@@ -1,4 +1,8 @@
-"""DeepSeek V3.2, and models whose indexers choose single tokens as it does."""
+"""DeepSeek V3.2, and models whose indexers choose single tokens as it does.
+
+An indexer chooses the rows that each token attends to, by queries and keys of its own. `own` is the method of the model
+that is replaced. It runs with another mask than `Plane`, and if a program reads the elements of the `Choice`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def choose(
 
 
 def choose_interleaved(own: Callable[..., Tensor], indexer: Any, **given: Any) -> Tensor:
-    """Do the same where pairs of elements that are rotated lie side by side."""
+    """Do what `choose` does where pairs of elements that are rotated lie side by side."""
     return choose(own, indexer, rotate="apply_rotary_pos_emb_interleave", **given)
 
 

@@ -1,7 +1,8 @@
 """The attention of DeepSeek V4, which sees a window of tokens, and rows that stand for several tokens each.
 
 The model's own attention asks the layers of its own cache for the tokens that are not compressed yet. So `attend`
-replaces it.
+replaces it. A block is the tokens that a compressed row stands for; a span is the tokens, of one block or two, that it
+is made of. Some layers have an indexer, whose keys are compressed as well: it chooses blocks for each token.
 """
 
 from __future__ import annotations

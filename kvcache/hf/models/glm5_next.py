@@ -24,6 +24,7 @@ def choose(
     weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float() * indexer.n_heads**-0.5
 
     def pool(blocks: Tensor) -> Tensor:
+        """Make a key of each block: the mean of its tokens' keys, weighted by their gates."""
         k, gate = blocks.chunk(2, -1)
         shares = (gate.float() + indexer.index_kpool_compress_ape.float()).softmax(1)
         return (shares.to(k.dtype) * k).sum(1)

@@ -27,6 +27,7 @@ def choose(
     q = indexer.q_layernorm(q.reshape(*q.shape[:2], -1, dim))
 
     def pool(blocks: Tensor) -> Tensor:
+        """Make a key of each block: the mean of its tokens' keys, rotated as the first token."""
         raw, cos, sin = blocks.split((dim, *[(blocks.shape[-1] - dim) // 2] * 2), -1)
         pooled = indexer.k_layernorm(raw.float().mean(1).to(raw.dtype)).unsqueeze(1)
         rotated: Tensor = code.apply_rotary_pos_emb(pooled, cos=cos[:, 0], sin=sin[:, 0])
