@@ -2,7 +2,9 @@
 
 `measure` takes about a minute and reports its progress. `decode_rates`, `prompt_rates` and `select_rates` take a second
 or two, for predictions. `draw` and `picture` need matplotlib. Nothing is printed or compiled: the installed package is
-measured, called from Python.
+measured, called from Python. An entrant is something that is timed in rounds, in turn with others
+(`kvcache.tools.interleave`). A peer is other people's code. A part is one of PARTS, or SHORT. A working set is as many
+bytes as exceed the processor's caches.
 """
 
 from __future__ import annotations
@@ -198,6 +200,7 @@ class _Filled:
         scale = shape.head_dim**-0.5
 
         def call(batch: Batch) -> None:
+            """Attend with the tokens in the layer whose turn it is, or let them choose rows."""
             if shape.v_dim:
                 batch.attend(self._layer, q, *rows, scale=scale, select=select)
             else:
@@ -225,6 +228,7 @@ class _Filled:
         stored, rows = self.shape.context - 1, self._rows(1)
 
         def once() -> float:
+            """Store a token; return the seconds of a layer: its own, and its share of the batch's."""
             start = time.perf_counter()
             batch = self._cache.batch(1)
             begun = time.perf_counter()

@@ -85,6 +85,7 @@ def main() -> NoReturn:
 
 
 def _run() -> int | None:
+    """Run the command; return its exit status."""
     try:
         status: int | None = app(prog_name="kvcache", standalone_mode=False)
     except typer.Abort:
@@ -178,6 +179,7 @@ def plan_command(
 
 
 def _print_plan(made: memory_plan.Plan, team: team_plan.Team | None, as_json: bool) -> None:
+    """Print a plan, and how fast a team decodes, if there is one."""
     if as_json:
         _print_json(made if team is None else {**dataclasses.asdict(made), "team": dataclasses.asdict(team)})
     elif team is None:
@@ -197,6 +199,7 @@ def _types(shape: shapes.Shape, model: Path, given: Sequence[str]) -> list[str]:
 
 
 def _memory(model: Path, weights: str | int | None, free: int | None) -> memory_plan.Memory:
+    """Return free memory, and the size of a model's weights; blame --weights if these cannot be counted in a type."""
     try:
         return memory_plan.available_memory(model, weights, free)
     except KVCacheError as error:
@@ -213,6 +216,7 @@ def _measured(
     select: int | None,
     weights: FloatDType | None,
 ) -> rates.Rates:
+    """Measure this machine's rates for the types of keys and values."""
     dtypes = [*dict.fromkeys(one for stored in types for one in memory_plan.keys_and_values(stored))]
     return rates.measure(shape, dtypes, context=context, threads=threads, select=select, weights=weights)
 
@@ -231,6 +235,7 @@ def _check_cores(cores: int | None, bandwidth: int | None, measure: bool) -> Non
 
 
 def _check_team(users: int | None, prompt: int | None, sequences: int | None, context: int) -> None:
+    """Refuse options about a team that do not go together."""
     if users is not None and sequences is not None:
         raise typer.BadParameter(
             f"{users} users have {users} sequences: leave --sequences {sequences} out", param_hint="--users"
@@ -302,6 +307,7 @@ def _measure(shape: bench.Shape, seconds: float, peers: bool) -> dict[str, Any]:
 
 
 def _print_bench(record: dict[str, Any]) -> None:
+    """Print what the benchmark measured."""
     machine, shape = record["machine"], record["shape"]
     dims = f"{shape['num_heads']} query and {shape['num_kv_heads']} KV heads x {shape['head_dim']}"
     print_paragraph(f"{machine['build']}; {machine['isa']}, {count(shape['threads'], 'thread')}")
@@ -522,6 +528,7 @@ def inspect(
 
 
 def _print_state(found: state.SavedState, verify: bool) -> None:
+    """Print a saved state: its model, checks, layers and sequences."""
     from kvcache.state.saved import batch_of
 
     print_paragraph(f"model: {found.fingerprint or 'not said'}")

@@ -51,6 +51,7 @@ def compete(entrants: Sequence[Entrant], seconds: float, *, threads: int, least:
     """Run entrants one after the other; yield, for each round, the median seconds of each one's calls."""
 
     def calibrate(entrant: Entrant) -> Callable[[], float]:
+        """Return a function that runs an entrant for about ROUND, and returns the median seconds of its calls."""
         first = entrant.first or entrant.run(1)[0]  # includes work done once only
         if first < 10 * ROUND:
             first = statistics.median(entrant.run(min(2, entrant.layers)))

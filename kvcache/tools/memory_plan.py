@@ -1,7 +1,8 @@
 """Plan a model's cache: its memory by type and policy, what fits beside the weights, and how fast a machine decodes.
 
 `make` computes the plan without allocating a cache, by `Layer.most_bytes`. The speed of decoding follows from the rates
-at which a machine reads weights, and rows of each type, which `kvcache.tools.rates` measures or takes as given.
+at which a machine reads weights, and rows of each type, which `kvcache.tools.rates` measures or takes as given. Types
+are written as on the command line: "int8", or "int6/int4" for keys and values. A `Row` is a line of the plan.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def make(
 
 
 def _left_out(shape: Shape, dtypes: Sequence[str]) -> list[str]:
-    """Return why a plan lacks recommended types, unless others are left out, too, because somebody chose the types."""
+    """Return why a plan lacks recommended types; none if one that suits is missing, too: somebody chose the types."""
     why = {one: why_not(shape, one) for one in RECOMMENDED}
     is_chosen = any(reason is None and one not in dtypes for one, reason in why.items())
     return [] if is_chosen else [*dict.fromkeys(reason for reason in why.values() if reason)]
@@ -267,6 +268,7 @@ def _row(
     read: _Read,
     speed: float | None,
 ) -> Row:
+    """Return the line of the plan for a type, whose layers these are, under a policy."""
     sizes, beside = Sizes(layers, None), memory.beside(sequences)
 
     def prompt(num_tokens: int) -> int:

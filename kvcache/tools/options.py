@@ -24,7 +24,7 @@ MIXED = re.compile(r"(q\d_k)_(?:xs|s|m|l|xl)", re.IGNORECASE)  # names of GGUFs 
 
 
 def tokens_option(text: str, least: int | None = None) -> Any:
-    """Make an option that takes a number of tokens; `least`: checked here, and not where the number is used."""
+    """Make an option that takes a number of tokens, checked here if `least` is given, otherwise where it is used."""
 
     def parse(value: object) -> int:
         try:

@@ -181,6 +181,7 @@ def largest_layer(shape: Shape, context: int, threads: int | None) -> bench.Shap
 
 
 def _of_layer(shape: Shape, num_heads: int, layer: Layer, context: int, threads: int | None) -> bench.Shape:
+    """Return what the benchmark measures to time such a layer."""
     from kvcache.tools import bench
 
     return bench.Shape(

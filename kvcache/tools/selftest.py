@@ -84,6 +84,7 @@ def main() -> int:
 
 
 def _check(name: str, function: Callable[[], str]) -> Check:
+    """Run a check, which returns what it found, or raises."""
     try:
         return Check(name, True, function())
     except Exception as error:  # whatever it is, it is what the user should send
@@ -131,7 +132,7 @@ def _attend(dtype: DType, policy: Policy, num_tokens: int) -> F32:
 
 
 def _reference(policy: Policy, num_tokens: int) -> F32:
-    """Do the same without a cache."""
+    """Compute what `_attend` does, for f32, without a cache."""
     k, v = (_random(ROWS + num_tokens, KV_HEADS, DIM + i)[:, :, :DIM] for i in range(2))
     positions = np.arange(ROWS + num_tokens)
     age = positions[ROWS:, None] - positions
@@ -147,7 +148,7 @@ def _attend_plainly(q: F32, k: F32, v: F32, shown: NDArray[np.bool_]) -> F32:
 
 
 def _check_kernels(name: str) -> str:
-    """Compare what a set attends with what the plain one does, and that, in f32, with NumPy."""
+    """Compare attention by an instruction set with attention by the plain one, and that, in f32, with NumPy."""
     worst = 0.0
     for dtype, policy, num_tokens in product(DTYPES, POLICIES, (1, 3, 40)):
         with _isa("scalar"):

@@ -55,6 +55,7 @@ def write(made: Plan, team: Team) -> None:
 
 
 def _speeds(together: float | None, alone: float | None, users: int) -> tuple[float | None, float | None, float | None]:
+    """Return the tokens per second of a user alone, of each of all users, and of all together."""
     return alone, None if together is None else together / users, together
 
 

@@ -79,7 +79,8 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     cells = list(zip(headings, *rows, strict=True))
     to_right = [all(cell[:1].isdigit() or cell in ("-", "any") for cell in column[1:]) for column in cells]
     table = Table([max(map(len, column)) for column in cells], to_right, columns(NO_LIMIT))
-    bold, plain = ("\x1b[1m", "\x1b[0m") if _is_able(sys.stdout) and not os.environ.get("NO_COLOR") else ("", "")
+    is_bold = _takes_control_sequences(sys.stdout) and not os.environ.get("NO_COLOR")
+    bold, plain = ("\x1b[1m", "\x1b[0m") if is_bold else ("", "")
     for row in (headings, *rows):
         lines = table.row(row)
         print(f"{bold}{lines}{plain}" if row is headings else lines)
@@ -92,24 +93,26 @@ def progress() -> Iterator[Callable[[str, float], None]]:
     The bar is on stderr, if that is a terminal. It appears with the first call, and is erased once the fraction is 1 or
     the context ends. It leaves stdout alone. Text printed while it is shown may be erased with it.
     """
-    bar: list[Any] = []
+    bar: Any = None
 
     def show(doing: str, fraction: float) -> None:
-        if not bar and fraction < 1 and _is_able(sys.stderr):
-            bar.append(_bar())
-        for each in bar:
-            each.update(0, description=doing, completed=fraction)
+        nonlocal bar
+        if bar is None and fraction < 1 and _takes_control_sequences(sys.stderr):
+            bar = _bar()
+        if bar is not None:
+            bar.update(0, description=doing, completed=fraction)
             if fraction >= 1:
-                each.stop()
+                bar.stop()  # which erases it for good
 
     try:
         yield show
     finally:
-        for each in bar:
-            each.stop()
+        if bar is not None:
+            bar.stop()
 
 
 def _bar() -> Any:
+    """Return a bar of the package rich, which is shown."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -122,6 +125,6 @@ def _bar() -> Any:
     return bar
 
 
-def _is_able(stream: TextIO | Any) -> bool:
+def _takes_control_sequences(stream: TextIO | Any) -> bool:
     """Return whether a stream goes to a terminal that takes control sequences."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

@@ -32,6 +32,7 @@ def model(s: Task) -> ov.Model:
         parameter.output(0).set_names({name})
 
     def part(x: Any, indices: list[int]) -> Any:
+        """Return these elements of a tensor's shape."""
         return ops.gather(ops.shape_of(x, output_type="i64"), ops.constant(np.array(indices)), ops.constant(0))
 
     results, sinks, variables = [], [], []
@@ -75,6 +76,7 @@ def set_up(s: Task) -> Work:
     ready: list[float] = []
 
     def set_states(length: int) -> None:
+        """Let the states have the first rows, and append one."""
         nonlocal grown
         request.reset_state()
         for state in request.query_state():

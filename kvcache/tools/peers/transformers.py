@@ -49,6 +49,7 @@ def set_up(s: Task) -> Work:
         return None
 
     def go_back(layer: int) -> None:
+        """Take back what `attend` has appended."""
         one = cache.layers[layer]
         if static:
             one.cumulative_length.fill_(stored)
