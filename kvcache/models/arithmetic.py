@@ -85,6 +85,7 @@ def count(config: Mapping[str, Any]) -> Counted | None:
 
 
 def _count(fields: Fields, family: Family) -> Counted:
+    """Count the parameters of a decoder of a family."""
     hidden = fields.count("hidden_size")
     num_layers = fields.count("num_hidden_layers")
     attention = num_layers * (_latent_attention(fields) if family.is_latent else _attention(fields, family))
@@ -92,7 +93,7 @@ def _count(fields: Fields, family: Family) -> Counted:
         attention = _hybrid_attention(fields, family, num_layers)
     num_dense = fields.count("first_k_dense_replace", least=0, most=num_layers) if family.has_dense else 0
     inner = fields.count(family.inner)
-    mlp = 3 * hidden * inner
+    mlp = 3 * hidden * inner  # gate, up and down
     if family.mlp_bias and fields.get("mlp_bias") is True:
         mlp += 2 * inner + hidden
     if family.experts:
@@ -104,7 +105,7 @@ def _count(fields: Fields, family: Family) -> Counted:
         mlp += 3 * hidden * fields.count("shared_expert_intermediate_size", 512, least=0) + hidden
     dense = num_dense * 3 * hidden * fields.count("intermediate_size") if num_dense else 0
     embedding = fields.count("vocab_size", family.vocab_size) * hidden
-    own = 0 if fields.get("tie_word_embeddings", family.is_tied) else embedding
+    own = 0 if fields.get("tie_word_embeddings", family.is_tied) else embedding  # of the input embedding
     layers = attention + num_layers * family.norms * hidden + (num_layers - num_dense) * mlp + dense
     return Counted(embedding + own + layers + hidden, own, embedding)
 
@@ -134,6 +135,7 @@ def _attention(fields: Fields, family: Family) -> int:
     q, kv = heads * head_dim, kv_heads * head_dim
     gate = q if family.is_hybrid else 0  # made beside the queries
     has_bias = fields.get("attention_bias", family.has_bias) is True if family.qkv_bias is None else family.qkv_bias
+    # Queries, the output and the gate are as wide as q, keys and values as kv.
     number = hidden * (2 * q + gate + 2 * kv) + (q + gate + 2 * kv if has_bias else 0)
     if family.qkv_bias is None and has_bias and family.has_output_bias:
         number += hidden

@@ -231,6 +231,7 @@ def _named(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     stored |= {name: value for name, value in given.items() if name not in stored and name not in known.names}
     fields = {name: value for name, value in stored.items() if value is not None}
     fields = {name: value for name, value in fields.items() if name not in NO_WINDOW or value not in (-1, 0)}
+    # A field that is null has no default, except a field of the rotation.
     said = {name for name, value in stored.items() if value is not None or not name.startswith("rope_")}
     own = dict(fields)
     for name, others in NAMES.items():

@@ -154,7 +154,8 @@ class _Source:
         self.file, self.path, self.size = file, file.path, file.size
         self.base, self.at = at, at  # offsets in the file: where `data` begins, and the next byte to decode
         self.data = bytearray()
-        # Counts that are checked against the limits: elements walked, elements kept, bytes of strings.
+        # Counts that are checked against limits: elements decoded or passed over one by one, elements of arrays that
+        # are kept in memory, bytes of strings.
         self.elements = self.kept = self.string_bytes = 0
 
     def error(self, what: str) -> ModelFileError:
@@ -215,6 +216,7 @@ class _Source:
         return struct.unpack_from(layout, self.data, self.take(1, nbytes, f"number of {nbytes} bytes"))[0]
 
     def string(self, what: str) -> str:
+        """Decode a string, which errors call `what`."""
         length = self.u64()
         if length > reading.MAX_STRING:
             raise self.error(
@@ -253,17 +255,20 @@ class _Source:
         return version, num_tensors, num_entries
 
     def entries(self, count: int) -> Iterator[tuple[str, Any]]:
+        """Decode the entries of the metadata: keys and values."""
         for i in range(count):
             key = self.string(f"key {i:,}")
             yield key, self._value(key, self._type(key))
 
     def _type(self, key: str) -> int:
+        """Decode GGUF's number of a type."""
         number = self.u32()
         if number not in TYPE_NAMES:
             raise self.error(f"{shown(key)} has the type {number}, which there is not")
         return number
 
     def _value(self, key: str, number: int) -> Any:
+        """Decode a value of the type with this number; pass over an array of strings, or a long one."""
         if number == STRING:
             return self.string(f"the value of {shown(key)}")
         if number != ARRAY:
@@ -279,6 +284,7 @@ class _Source:
         return skipped
 
     def _skip(self, key: str, number: int, count: int, depth: int) -> None:
+        """Pass over the `count` elements of an array, which is within `depth` - 1 others."""
         if number in NUMBERS:
             packed = struct.calcsize(f"<{NUMBERS[number][1]}")
             self.expect(count, packed, f"elements of {packed} bytes")
@@ -294,6 +300,7 @@ class _Source:
                 self._skip(key, self._type(key), self.u64(), depth + 1)
 
     def _skip_strings(self, key: str, count: int) -> None:
+        """Pass over strings: only their lengths are decoded."""
         self.expect(count, 8, "strings")
         self.count_elements(count)
         at, last, data, unpack = self.at - self.base, len(self.data) - 8, self.data, LENGTH.unpack_from
@@ -313,6 +320,7 @@ class _Source:
         return len(self.data)
 
     def strings(self, key: str, count: int) -> tuple[str, ...]:
+        """Decode the strings of an array."""
         at, unpack = self.at - self.base, LENGTH.unpack_from
         self._skip_strings(key, count)
         data = self.data
@@ -329,6 +337,7 @@ class _Source:
     # --- tensors -------------------------------------------------------------------------------------------------
 
     def tensors(self, count: int, alignment: int) -> dict[str, Tensor]:
+        """Decode the places of tensors, and check that they lie in the file and do not overlap."""
         found = [self._tensor(i) for i in range(count)]
         base = -(-self.at // alignment) * alignment
         tensors = {}

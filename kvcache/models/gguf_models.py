@@ -1,6 +1,8 @@
 """Each layer's fields of a GGUF, under Hugging Face's names.
 
-`kvcache.models.gguf` decodes the metadata, and `kvcache.models.gguf_tables` has what files leave to their readers.
+`kvcache.models.gguf` decodes the metadata, and `kvcache.models.gguf_tables` has what files leave to their readers. An
+architecture is llama.cpp's name for a type of model. `windowed` says whether a layer has a window, or a chunk. An
+indexer chooses the rows that a token of a layer reads, by index keys of its own.
 """
 
 from __future__ import annotations

@@ -238,6 +238,7 @@ def _repeated(config: Fields, given: list[Any]) -> list[Any]:
 
 
 def _entry(entry: Any, names: Mapping[Any, str]) -> Any:
+    """Return the type of a layer that an entry of a list in BY_LAYER stands for."""
     if names is BY_LAYER["zaya_layers"] and isinstance(entry, int):
         return "moe"
     return names.get(entry, entry) if isinstance(entry, str | int) else entry
@@ -393,6 +394,7 @@ def fields_of_layers(config: Fields, kinds: Sequence[str]) -> list[Fields]:
     listed, model = _per_layer_config(config), cast("dict[str, Any]", config.values)
 
     def make(i: int) -> Fields:
+        """Put the fields of layer i together: what comes later in `said` counts."""
         before, behind = by_kind[kinds[i]]
         block = {} if blocks is None else _of_block(config, i, kinds[i], blocks[i])
         said = before, {name: values[i] for name, values in lists.items()}, behind, block, listed.get(i, {})

@@ -231,6 +231,7 @@ def parts_in_gguf(headers: Sequence[gguf.Header], in_bytes: bool) -> Parts:
 
 
 def _counted(config: Any, name: str) -> Counted:
+    """Count a model's parameters by arithmetic, or otherwise let transformers make it."""
     found = arithmetic.count(config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)())
     return _made(config, name) if found is None else found
 

@@ -247,6 +247,7 @@ def _is_in_folder(name: str) -> bool:
 
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
+    """Decode a JSON object; refuse one of too many values before it takes memory."""
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise ModelFileError(f"{plain(path)} holds more than {MAX_VALUES:,} values, the most that are read")
     try:

@@ -1,4 +1,8 @@
-"""The rotation of a layer's keys, from the fields of a model's configuration: which elements, how fast, how scaled."""
+"""The rotation of a layer's keys, from the fields of a model's configuration: which elements, how fast, how scaled.
+
+The elements of a pair are rotated together, by the pair's frequency in radians for each position. A theta is the base
+of the frequencies. A scaling lowers some of them, for texts longer than those of the training.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """The layers' shapes of a model's cache, from a Hugging Face folder, a ``config.json`` or a GGUF.
 
 `read` derives a `Shape` from the fields that `kvcache.models.configuration` gathers from either format. `KVCache`'s
-`from_config` makes a cache of it. `kvcache.models.kinds` says what each layer sees, `kvcache.models.rotation` how its
-keys rotate.
+`from_config` makes a cache of it. `kvcache.models.kinds` says what each layer sees, its kind, and
+`kvcache.models.rotation` how its keys rotate. `own` are the fields of each layer: the model's, except where the layer
+has its own. An encoder-decoder's cache has a cross-attention layer, over the encoder's rows, for each decoder layer. An
+indexer chooses rows by keys of its own, which lie in layers beside the others.
 """
 
 from __future__ import annotations
@@ -295,6 +297,7 @@ def _num_kv_heads(config: Fields, kind: str, num_heads: int) -> int:
 
 
 def _policy(config: Fields, kind: str, max_source_len: int | None) -> Policy | None:
+    """Return the policy of a layer of this kind; None for one that keeps no rows."""
     if kind in STATELESS:
         return None
     if kind in SLIDING or kind in COMPRESSED:
@@ -313,7 +316,10 @@ def _window(config: Fields) -> int:
 
 
 def _crossing(config: Fields, num_heads: int, layer: Layer, policy: CrossAttention) -> tuple[int, Layer]:
-    """Return the number of query heads, and the layer, of a decoder's layer over what the encoder made."""
+    """Return the number of query heads of a cross-attention layer, and the layer.
+
+    `num_heads` and `layer` are of the self-attention beside it. A file may give cross-attention other sizes.
+    """
     num_heads = config.count("cross_num_attention_heads", num_heads)
     num_kv_heads = config.count("cross_num_key_value_heads", layer.num_kv_heads)
     layer = replace(layer, policy=policy, rope=False, share=None, num_kv_heads=num_kv_heads)

@@ -157,6 +157,7 @@ def _kda(heads: int, dim: int, kernel: int) -> State:
 
 
 def _kimi(config: Fields, layer: int) -> State:
+    """Return the state of a layer of Kimi Linear, whose sizes are in an object, or under other names beside it."""
     given = config.part("linear_attn_config") or Fields({}, config.source)
     names = {"num_heads": "linear_num_heads", "head_dim": "linear_head_dim"}
     heads, dim = (
@@ -198,16 +199,19 @@ def _mamba2(config: Fields, layer: int) -> State:
 
 
 def _nemotron(config: Fields, layer: int) -> State:
+    """Return the state of a layer of Nemotron-H: Mamba's second version, with names of its own."""
     inner, size = config.count("mamba_num_heads") * config.count("mamba_head_dim"), config.count("ssm_state_size")
     return _convolved(inner + 2 * config.count("n_groups") * size, config.count("conv_kernel", 4), inner * size)
 
 
 def _plamo2(config: Fields, layer: int) -> State:
+    """Return the state of a layer of Plamo 2, whose convolution takes the inner width alone."""
     inner = config.count("mamba_num_heads", 64) * config.count("head_dim", 128)
     return _convolved(inner, config.count("mamba_d_conv", 4), inner * config.count("mamba_d_state", 64))
 
 
 def _short_conv(config: Fields, layer: int) -> State:
+    """Return the state of a layer that is a short convolution."""
     return _convolved(config.count("hidden_size"), config.count("conv_L_cache"), 0)
 
 

@@ -111,6 +111,7 @@ class ModelTokenizer:
         return b"".join(map(self._piece, tokens))
 
     def _piece(self, token: int) -> bytes:
+        """Return the bytes of one token; none for a special one."""
         if token in self._added:
             return self._added[token]
         text = self._model.id_to_token(token) or ""  # a model may have more tokens than its tokenizer
@@ -158,6 +159,7 @@ def _guarded(sentence: str) -> Iterator[None]:
 
 
 def _from_folder(folder: Path) -> Tokenizer:
+    """Read the tokenizer of a folder, and the tokens that end a text."""
     config = read_json(folder / "config.json")
     stop = _token_ids(folder / "config.json", config)
     if os.path.lexists(folder / "generation_config.json"):
@@ -174,6 +176,7 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 
 def _from_json(path: Path, bos: object, stop: frozenset[int]) -> ModelTokenizer:
+    """Read a tokenizer.json. `bos` comes before every text only if the package puts it there."""
     package = import_package("tokenizers")
     data = read_file(path, reading.MAX_TOKENIZER, "a tokenizer")
     most = {b"{": reading.MAX_OBJECTS, b"[": reading.MAX_LISTS, b",": reading.MAX_ITEMS}
@@ -234,6 +237,7 @@ WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}
 
 
 def _from_gguf(header: Header) -> Tokenizer:
+    """Make a tokenizer from the metadata of a GGUF file."""
     kind = header.metadata.get("tokenizer.ggml.model", "none")
     embedding = header.tensors.get("token_embd.weight")
     if kind in ("none", "no_vocab") and embedding is not None and embedding.shape[:1] == (256,):
@@ -268,6 +272,7 @@ class _Vocabulary:
         return self.header.metadata.get(f"tokenizer.ggml.{name}")
 
     def array(self, name: str, element: type, most: int) -> tuple[Any, ...]:
+        """Return an array of elements of one type, which must be there; refuse one of more than `most`."""
         given = self.get(name)
         if given is None:
             raise self.error(f"there is no {name}")
@@ -291,11 +296,13 @@ class _Vocabulary:
         return value
 
     def of_type(self, *types: int) -> list[str]:
+        """Return the tokens of some of llama.cpp's types."""
         return [token for token, found in zip(self.tokens, self.types, strict=True) if found in types]
 
     # --- building the package's tokenizer ------------------------------------------------------------------------
 
     def tokenizer(self, byte_level: bool) -> ModelTokenizer:
+        """Make a tokenizer that writes bytes as GPT-2 does, or as SentencePiece."""
         package = import_package("tokenizers")
         model, adds_bos = self._byte_level(package) if byte_level else self._sentence_piece(package)
         control, own = self.of_type(UNKNOWN, CONTROL), self.of_type(USER_DEFINED)

@@ -123,6 +123,7 @@ def shards(folder: Path) -> list[Path]:
 
 
 def _from_safetensors(path: Path) -> dict[str, _Stored]:
+    """Return the tensors of a file by name; refuse a file that is cut off, or has bytes of none."""
     with open_file(path) as file:
         entries, begin = read_safetensors_header(file)
         places = {name: _place(name, entry, path) for name, entry in entries.items()}
@@ -182,6 +183,7 @@ def _to_f32(path: Path, stamp: Stamp, dtype: str, shape: tuple[int, ...], offset
 
 
 def _from_gguf(header: Header) -> dict[str, _Stored]:
+    """Return the tensors of a GGUF file by name, for the package gguf to decode."""
     parts = header.metadata.get("split.count", 1)
     if parts != 1:
         raise ModelFileError(
