@@ -1,4 +1,7 @@
-"""The tokens that are running: their rows come layer by layer, and are read before they are part of a sequence."""
+"""The tokens that are running: their rows come layer by layer, and are read before they are part of a sequence.
+
+They are the tokens of the open batch, whose commit makes them part of their sequences.
+"""
 
 from __future__ import annotations
 

@@ -229,10 +229,12 @@ class KVCache(Copied):
             )
 
     def _end_step(self) -> None:
+        """End the step if every layer was updated."""
         if self._running.is_complete:
             self._running.commit()
 
     def _fill_with_zeros(self) -> None:
+        """Put zeros in the layers that the step has left out."""
         cache, running = self.cache, self._running
         first = cache.layers[0]
         shape = running.sequences, first.num_kv_heads, running.num_tokens, first.head_dim

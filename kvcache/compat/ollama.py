@@ -1,7 +1,8 @@
 """Ollama's ``kvcache``, v0.15.4: causal, sliding, chunked and encoder caches, and a wrapper of several caches.
 
 Shapes are NumPy's: what is ``[head_dim, heads, tokens]`` there is ``[tokens, heads, head_dim]`` here, the same bytes.
-The shape of the model is told to `Cache.init`, where a backend is given there.
+The shape of the model is told to `Cache.init`, where a backend is given there. A pass is a forward pass of the model,
+an open batch of the cache below. A member is a cache of a wrapper, or the cache itself.
 """
 
 from __future__ import annotations
@@ -397,6 +398,7 @@ class Cache(Copied):
         return (self,)
 
     def _policy(self, max_sequences: int, capacity: int) -> Any:
+        """Return the policy of the member's layers."""
         raise NotImplementedError
 
     def _kept(self, max_sequences: int, capacity: int) -> int | None:

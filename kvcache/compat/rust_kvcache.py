@@ -1,4 +1,8 @@
-"""``KvCache`` and ``PagedKvCache``, head-major f32 in Rust: one head of one position is stored at a time."""
+"""``KvCache`` and ``PagedKvCache``, head-major f32 in Rust: one head of one position is stored at a time.
+
+The running token is the one behind the stored tokens: the token of the open batch, whose slots are written in place. In
+private methods, `which` is 0 for keys and 1 for values.
+"""
 
 from __future__ import annotations
 
@@ -242,6 +246,7 @@ class KvCache(Copied):
             self._running.commit()
 
     def _store(self, which: int, layer: int, head: int, pos: int, row: npt.ArrayLike) -> None:
+        """Store a head of the running token, or replace a head of a stored one."""
         self._check_head(layer, head)
         check_index("pos", pos, self.max_seq_len())
         new = read_rows(row, ("key", "value")[which], 1, self.head_dim())[0]
@@ -265,6 +270,7 @@ class KvCache(Copied):
         return to_integer("start_pos", start_pos, 0), to_integer("block_size", block_size, 1)
 
     def _head(self, which: int, layer: int, head: int, seq_len: int) -> npt.NDArray[Any]:
+        """Return the rows of a head at the first positions, and zeros where nothing is stored."""
         self._check_head(layer, head)
         seq_len = to_integer("seq_len", seq_len, 0)
         rows = self._running.rows(layer)[which][head, :seq_len]
@@ -275,7 +281,7 @@ class KvCache(Copied):
 
 
 class PagedKvCache(KvCache):
-    """The same, in pages of which memory is taken as they are needed.
+    """A `KvCache` in pages, of which memory is taken as they are needed.
 
     Parameters
     ----------

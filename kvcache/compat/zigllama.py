@@ -1,4 +1,7 @@
-"""ZigLlama's ``inference.kv_cache``: strategies, a layer at a time, many sequences, a sliding window."""
+"""ZigLlama's ``inference.kv_cache``: strategies, a layer at a time, many sequences, a sliding window.
+
+Running tokens are those whose rows not every layer has yet: the open batch (`kvcache.compat._running`).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class KVCacheEntry(NamedTuple):
 
 
 class LongRunning(Running):
-    """The same for `CacheStrategy.LONG_SEQUENCE_ONLY`: the first rows of a sequence wait until it is long enough."""
+    """A `Running` for `CacheStrategy.LONG_SEQUENCE_ONLY`: the first rows of a sequence wait until it is long enough."""
 
     def __init__(self, cache: kvcache.KVCache) -> None:
         super().__init__(cache)

@@ -1,4 +1,8 @@
-"""`PrefixCache`: finds the beginning of a prompt among the blocks that earlier sequences left behind."""
+"""`PrefixCache`: finds the beginning of a prompt among the blocks that earlier sequences left behind.
+
+A method asks ``_prefix``, the prefix of the C core. With a store, ``_client`` reads and writes values there, and
+``_watch`` queues new blocks for it. A doomed key is a block's name whose value waits to be deleted, as it is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -615,11 +619,13 @@ class _Written:
         self.are_lost = False
 
     def note(self, name: str) -> None:
+        """Note a block, in place of the oldest one if there is no room."""
         if self.most and len(self.names) == self.most:
             self.are_lost = True
         self.names.append(name)
 
     def take(self) -> tuple[list[str], bool]:
+        """Return the names noted since the last call, and whether some were lost."""
         are_lost, self.are_lost = self.are_lost, False
         names: list[str] = []
         with contextlib.suppress(IndexError):  # another thread may take some
@@ -676,6 +682,7 @@ def _check_rope(cache: KVCache) -> None:
 
 
 def _seconds(timeout: SupportsFloat) -> float:
+    """Return a timeout as a float; raise ValueError if it is negative or NaN."""
     seconds = to_float(timeout, "timeout")
     if not seconds >= 0:
         raise ValueError(f"timeout={timeout!r}: must be a number of seconds of at least 0")

@@ -1,4 +1,7 @@
-"""`Fetching`: gets blocks from a store."""
+"""`Fetching`: gets blocks from a store.
+
+Threads that need the same blocks take turns: the one that holds the lock of the first block reads and adds them.
+"""
 
 from __future__ import annotations
 

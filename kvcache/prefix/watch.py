@@ -1,4 +1,8 @@
-"""`Watch`: carries new blocks of a cache's prefix caches to their stores."""
+"""`Watch`: carries new blocks of a cache's prefix caches to their stores.
+
+The core lists new full blocks, each with the number of its prefix (`Prefix.user`), its name, and an id. The id says
+later, in the thread that writes, which rows to copy.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class Watch:
     def __init__(self, core: _core.Cache) -> None:
         self._core = core
         self._written: dict[int, _Written] = {}  # by `Prefix.user`
-        self._new: deque[tuple[int, str, int]] = deque()  # blocks to be queued: whose, their names and ids
+        self._new: deque[tuple[int, str, int]] = deque()  # blocks to be queued: number of the prefix, name, id
         self.begin()
         _watches.add(self)
 

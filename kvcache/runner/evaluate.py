@@ -74,6 +74,7 @@ def _divergences(logits: F32, exact: F32) -> F64:
 
 
 def _log_probabilities(logits: F32) -> F64:
+    """Return the logarithms of the tokens' probabilities."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
@@ -120,6 +121,7 @@ def compare_dtypes(
 
 
 def _passes(model: Llama, options: Options, dtype: DType, windows: Sequence[Sequence[int]]) -> Iterator[F32]:
+    """Yield the logits after each token of each text, through an empty cache."""
     for window in windows:
         with new_cache(model.config, options, dtype) as cache:
             yield model.forward(window, cache, prompts=options.prompts)
@@ -219,6 +221,7 @@ class Report:
         return Table([max(first, 10), *widths], [False, *(True for _ in widths)], self.width)
 
     def _size(self, dtype: DType) -> list[str]:
+        """Return the name of a type, and the bytes of a token's rows in it."""
         c = self.config
         nbytes = c.num_layers * bytes_of_token(c.num_kv_heads, c.head_dim, c.head_dim, dtype, dtype)
         return [stored_as(dtype, self.options.transform), f"{nbytes:,}"]

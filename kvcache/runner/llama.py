@@ -259,6 +259,7 @@ class Llama:
         return _rms_norm(x, self.norm, self.config.rms_norm_eps) @ self.head.T
 
     def _check_rope(self, cache: KVCache) -> None:
+        """Raise LlamaError if the cache would move keys by another rotation than the model's."""
         for i, layer in enumerate(cache.layers):
             if isinstance(layer.rope, Rope) and layer.rope != self.config.rope:
                 raise LlamaError(
@@ -298,6 +299,7 @@ class Llama:
 
 
 def _take_layer(tensors: Tensors, config: LlamaConfig, prefix: str) -> _Layer:
+    """Take the weights of the layer whose tensors' names begin with `prefix`."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -337,6 +339,7 @@ def _to_halves(rows: F32, head_dim: int) -> F32:
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    """Divide vectors by the root of their mean square, and multiply them by a weight."""
     squares: F32 = np.vecdot(x, x)[..., None]
     normed: F32 = x / np.sqrt(squares / np.float32(x.shape[-1]) + np.float32(eps)) * weight
     return normed

@@ -119,12 +119,14 @@ class Writer:
             self._put_held()
 
     def _put_held(self) -> None:
+        """Write the held bytes: they were not the last ones."""
         if self._held and self._mac is not None:
             self._mac.update(self._held)
             self._put(self._held)
             self._held = b""
 
     def _put(self, data: bytes | memoryview) -> None:
+        """Write bytes to the file; tell the system to begin to write them to the disk."""
         left = memoryview(data)
         while left:
             left = left[self._file.write(left) :]

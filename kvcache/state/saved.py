@@ -1,4 +1,9 @@
-"""The description in a saved state: its layers, limits, sequences and tensors."""
+"""The description in a saved state: its layers, limits, sequences and tensors.
+
+A state begins with a header, JSON that names its tensors. Some tensors are tables of integers: docs/format.md has their
+columns. A group is layers with the same policy. A run is rows of a sequence side by side: [.., number, position, ..]. A
+file may have two states: the second, behind the first, has the rows of an encoder or recurrent states.
+"""
 
 from __future__ import annotations
 
@@ -291,6 +296,7 @@ def _read_tables(file: StateFile, place: int) -> SavedState:
     size = max(tensor.end for tensor in tensors.values()) - place
 
     def table(name: str, *row: int) -> Any:
+        """Read a tensor as an array of rows of this shape."""
         tensor = tensors[name]
         dtype = {"I64": "<i8", "F64": "<f8"}[tensor.dtype]
         rows = np.frombuffer(file.read(tensor.begin, tensor.end - tensor.begin), dtype).reshape(-1, *row)
@@ -322,6 +328,7 @@ def _layers_of(rows: list[list[int]], inv_freq: npt.NDArray[np.float64]) -> Iter
 
 
 def _layer(row: list[int], rotation: Rope | None) -> Layer:
+    """Make a layer of a row of the table of layers."""
     heads, k_dim, v_dim, k_type, v_type, k_transform, v_transform, value_in_key, share = row[:9]
     kind, window, sinks, resume, chunk, max_len, rope = row[10:17]
     policies: dict[str, Any] = {
