@@ -196,7 +196,7 @@ static void write_keys(const kvc_task *t, kvc_tile *tile, const float *totals, u
 
 int kvc_rank_rows(kvc_task *t, kvc_cursor rows, uint32_t *keys, int64_t stride) {
     kvc_tile tile;
-    rows.changes_to_mix = 0; /* each tile has one delta, so keys are never rotated: products of int8 stay exact */
+    rows.changes_to_mix = 0; /* no tile is mixed, so no key is rotated: products of int8 stay exact */
     for (;;) {
         if (kvc_is_cancelled(t->call)) return 0;
         if (!rows.num_rows) return 1;

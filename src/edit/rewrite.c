@@ -378,7 +378,7 @@ static kvc_status move_by_function(const kvc_cache *cache, int32_t layer, const 
         const kvc_copy *copy = &rewrite->copies[c];
         for (int32_t i = 0, n; status == KVC_OK && i < copy->count; i += n) {
             const int32_t position = copy->position + i, delta = (target(change, position) - position) * stride;
-            n = change->divisor ? 1 : copy->count; /* divided, each row moves by a distance of its own */
+            n = change->divisor ? 1 : copy->count; /* then each row moves by a distance of its own */
             if (delta) status = add_piece(&m, (piece){.copy = copy, .first = i, .count = n, .delta = delta});
         }
     }

@@ -14,7 +14,7 @@ MOST = {
     "limits in bytes": (r"max_bytes|demand|preview", 50),
     "forgetting": (r"forgotten|forget|horizon", 20),
     "evicting": (r"evict|victim|fate|LOSES_WINDOWS", 114),
-    "replacing, restoring": (r"replaced|replac(e|ing)\b|TO_REPLACE|is_given|restor", 52),
+    "replacing, restoring": (r"replaced|replac(e|ing)\b|TO_REPLACE|is_given|restor", 50),
     "cross-attention": (r"cross|TO_CROSS|KVC_CROSS", 45),
     "deltas": (r"delta|divide", 78),
     "strides": (
