@@ -350,17 +350,19 @@ class Answering:
                 await queue.put(ApiError(sentence(error), status=500))
 
         self._tasks = [asyncio.create_task(put(i, choice)) for i, choice in enumerate(self.choices)]
-        left = len(self.choices)
+        left, end = len(self.choices), time.monotonic() + self.server.limits.timeout
         try:
-            async with asyncio.timeout(self.server.limits.timeout):
-                while left:
+            while left:
+                async with asyncio.timeout(end - time.monotonic()):  # not around `yield`, where the client reads
                     found = await queue.get()
-                    if isinstance(found, ApiError):
-                        raise found
-                    if found is None:
-                        left -= 1
-                        continue
-                    yield events([self.answer.piece([found], **({"usage": None} if self.ask.wants_usage else {}))])
+                if isinstance(found, ApiError):
+                    raise found
+                if time.monotonic() > end:
+                    raise TimeoutError
+                if found is None:
+                    left -= 1
+                    continue
+                yield events([self.answer.piece([found], **({"usage": None} if self.ask.wants_usage else {}))])
         except TimeoutError:
             self.error = timed_out(self.server.limits.timeout)
         except ApiError as error:
@@ -516,10 +518,9 @@ class EventStream(StreamingResponse):
         self.answering = answering
 
     async def __call__(self, *args: Any) -> None:
-        """Send it, for at most so long."""
+        """Send it."""
         try:
-            async with asyncio.timeout(self.answering.server.limits.timeout + 10):  # a client that does not read
-                await super().__call__(*args)
+            await super().__call__(*args)
         finally:
             self.answering.end()
             self.answering.tenant.num_requests -= 1

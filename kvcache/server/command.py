@@ -81,8 +81,18 @@ def serve(options: Options) -> None:
         server, lambda port: print(opening(server, options, port), flush=True),
         log_config=configuration(options.log_json), **where,
     )  # fmt: skip
+    raise_open_files()
     with contextlib.suppress(KeyboardInterrupt):
         http.run()
+
+
+def raise_open_files() -> None:
+    """Allow as many connections as the hard limit of files does: systemd's soft one is 1,024."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit, macOS may refuse
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def check_address(host: str, port: int) -> None:

@@ -16,24 +16,37 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from kvcache.server.application import Server
+from kvcache.server.application import Limits, Server
 from kvcache.server.log import logger
 
 GRACE = 5.0  # seconds that answers have once the server is told to stop
 
 
 class Protocol(H11Protocol):
-    """Closes a connection whose request's headers do not come in time."""
+    """Ends a connection whose request's headers do not come in time, or that does not take what is sent."""
 
-    def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
+    def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._seconds = seconds
+        self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # one piece of an answer waits here; `pause_writing` says that it does
         self._await_request()
+
+    def pause_writing(self) -> None:
+        """Wait until the client takes what is sent: closing a connection would wait for that without end."""
+        super().pause_writing()
+        self._sending = self.loop.call_later(self._limits.timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Send on."""
+        super().resume_writing()
+        if self._sending is not None:
+            self._sending.cancel()
 
     def data_received(self, data: bytes) -> None:
         """Wait on for the rest of the headers, from when their first byte came."""
@@ -45,11 +58,13 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing more."""
-        self._forget_timer()
+        for timer in (self._timer, self._sending):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def _await_request(self) -> None:
-        self._timer = self.loop.call_later(self._seconds, self._close)
+        self._timer = self.loop.call_later(self._limits.read_timeout, self._close)
 
     def _forget_timer(self) -> None:
         if self._timer is not None:
@@ -67,7 +82,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, server: Server, say: Callable[[int], object] = lambda port: None, **options: Any) -> None:
         """Make it; `say` is told the port once it listens."""
-        protocol: Any = partial(Protocol, seconds=server.limits.read_timeout)
+        protocol: Any = partial(Protocol, limits=server.limits)
         # A client that reads slowly has as long again to read the error.
         options = {"timeout_graceful_shutdown": math.ceil(2 * GRACE), "http": protocol, "access_log": False, **options}
         super().__init__(uvicorn.Config(server.app(), **options))

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -92,6 +93,32 @@ def test_a_client_that_does_not_read(model):
         client.wait_until_idle()
         for connection in slow:
             connection.close()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_never_reads(model, is_stream):
+    """Its connection ends with the time for an answer, and what was written to it is dropped."""
+    with serving(model, 1 << 14, None, limits={"timeout": 3}) as client, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", client.port))
+        connections = client.server.server_state.connections
+        wait_until(lambda: connections)
+        for one in connections:
+            one.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = json.dumps({"prompt": "a", "n": 4, "max_tokens": 20, "stream": is_stream, "logprobs": 20}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: not connections)
+        assert not client.server.server.answering
+        client.wait_until_idle()
+
+
+def wait_until(is_so):
+    for _ in range(3000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it does not come")
 
 
 def test_more_answers_than_turns(model):
@@ -244,6 +271,20 @@ def test_many_idle_connections(model):
         assert client.complete("ROMEO:\n", max_tokens=5)["usage"]["completion_tokens"] == 5
         for one in idle:
             one.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows limits no files")
+def test_more_connections_than_files():
+    """The limit of a shell or of systemd, which programs raise themselves, is none."""
+    import resource
+
+    _, most = found = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
+    with running("--read-timeout", 600) as (_, client, _), contextlib.ExitStack() as idle:
+        resource.setrlimit(resource.RLIMIT_NOFILE, found)
+        for _ in range(200):
+            idle.enter_context(socket.create_connection(("127.0.0.1", client.port)))
+        assert client.complete("ROMEO:\n", max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
 def test_a_fair_share(model, monkeypatch):
