@@ -397,7 +397,8 @@ class Choice:
         if self.request is not None:
             return self.request
         answering, server = self.answering, self.answering.server
-        await server.turns.begin(answering.tenant)
+        # Where its first answer has begun, a request is not refused any more.
+        await server.turns.begin(answering.tenant, may_refuse=self is answering.choices[0])
         try:
             if answering.error is not None:
                 raise answering.error

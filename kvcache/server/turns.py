@@ -20,12 +20,12 @@ class Turns:
         self.num_running = self.num_waiting = 0
         self._queues: dict[Hashable, deque[asyncio.Future[None]]] = {}  # the next key's first
 
-    async def begin(self, key: Hashable) -> None:
-        """Wait for a turn of this key, to be ended with `end`; raise `ApiError` if too many wait."""
+    async def begin(self, key: Hashable, may_refuse: bool = True) -> None:
+        """Wait for a turn of this key, to be ended with `end`; raise `ApiError` if too many wait and it may."""
         if self.num_running < self.max_running and not self._queues:
             self.num_running += 1
             return
-        if self.num_waiting >= self.max_waiting:
+        if may_refuse and self.num_waiting >= self.max_waiting:
             raise ApiError("too many requests wait: try again later", status=503, code="overloaded")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(key, deque()).append(turn)

@@ -136,6 +136,19 @@ def test_more_answers_than_turns(model):
         assert (status, body["error"]["param"]) == (400, "n")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_more_answers_than_may_wait(model, is_stream):
+    """A request is refused before its first answer begins, or not at all: its other answers wait, however many wait."""
+    with serving(model, 1 << 14, None, limits={"max_running": 1, "max_waiting": 0}) as client:
+        body = {"prompt": "a", "n": 5, "max_tokens": 3, "stream": is_stream}
+        status, answer = client.ask("/v1/completions", body)
+        assert status == 200, answer
+        if is_stream:
+            assert answer.endswith("data: [DONE]\n\n"), answer
+        else:
+            assert len(answer["choices"]) == 5
+
+
 def test_scripts_of_other_pages(model):
     with serving(model, 512, None, limits={"origins": ("https://chat.example",)}) as client:
         connection = http.client.HTTPConnection("127.0.0.1", client.port)
