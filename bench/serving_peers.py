@@ -68,7 +68,7 @@ def llama_server(program: Path, gguf: Path | None, options: Sequence[str], count
         raise Unavailable(f"{program} is no file: run integrations/llama.cpp/build.sh, or give --library")
     command = [str(program), "--model", str(gguf), "--port", "0", "--verbosity", "3", *options]
     waits = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    with _listening(command, waits) as (server, address):
+    with listening(command, waits) as (server, address):
         clock = ~server.pid << 3 | 2  # as clock_getcpuclockid makes it
 
         def now() -> float:
@@ -77,7 +77,7 @@ def llama_server(program: Path, gguf: Path | None, options: Sequence[str], count
         def body(prompt: Sequence[int], count: int) -> dict[str, Any]:
             return {"prompt": prompt, "n_predict": count, "return_tokens": True}
 
-        yield _asks_over_http(f"{address}/completion", now, body, lambda piece: piece["tokens"])
+        yield asks_over_http(f"{address}/completion", now, body, lambda piece: piece["tokens"])
 
 
 @contextmanager
@@ -91,12 +91,12 @@ def kvcache_serve(model: Path, dtype: str, tokens: int) -> Iterator[Ask]:
     def tokens_of(piece: Any) -> list[int]:
         return [0] if piece["choices"][0]["text"] else []  # its text has one token or more
 
-    with _listening([*command, "--capacity", str(tokens)]) as (_, address):
-        yield _asks_over_http(f"{address}/v1/completions", time.perf_counter, body, tokens_of)
+    with listening([*command, "--capacity", str(tokens)]) as (_, address):
+        yield asks_over_http(f"{address}/v1/completions", time.perf_counter, body, tokens_of)
 
 
 @contextmanager
-def _listening(
+def listening(
     command: Sequence[str], environment: dict[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a server; yield its process and its address."""
@@ -121,7 +121,7 @@ def _address(process: subprocess.Popen[bytes], log: Any) -> str:
         time.sleep(0.1)
 
 
-def _asks_over_http(
+def asks_over_http(
     url: str,
     now: Clock,
     body: Callable[[Sequence[int], int], dict[str, Any]],

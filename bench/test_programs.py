@@ -7,6 +7,7 @@ import pytest
 COMMANDS = [
     "bench_busy --context 64 --threads 1 --seconds 0 --torch",
     "bench_choose --context 4096 --dtype int8 --rounds 2",
+    "bench_connections --rounds 1 --idle 9 --half 4 --slow 2 --long 20 --clients 2 --times 1 --new 4",
     "bench_hf --context 64 --steps 2 --dtype bf16",
     "bench_hf --model hybrid --context 64 --steps 1 --dtype bf16",
     "bench_hf --model hybrid --only prompt --context 64 --steps 1 --dtype bf16",
@@ -25,7 +26,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_it_runs(command, monkeypatch, capsys):
     name, *words = command.split()
-    if name in ("bench_hf", "bench_busy", "bench_serving"):
+    if name in ("bench_hf", "bench_busy", "bench_connections", "bench_serving"):
         pytest.importorskip("torch")
     monkeypatch.setattr("sys.argv", [name, *words])
     importlib.import_module(name).main()
