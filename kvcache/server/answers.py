@@ -30,12 +30,8 @@ class Answer:
         name: str = self._head["id"]
         return name
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return an answer."""
-        return {**self._head, "choices": choices, "usage": usage}
-
-    def piece(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return a piece of an answer."""
+    def of(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Return an answer, or a piece of one."""
         return {**self._head, "choices": choices, **more}
 
     def choice(self, index: int, pieces: list[Piece], reason: str) -> dict[str, Any]:

@@ -328,7 +328,7 @@ class Answering:
 
         async with asyncio.TaskGroup() as group:
             joining = [group.create_task(join(i, choice)) for i, choice in enumerate(self.choices)]
-        return self.answer.whole([task.result() for task in joining], self.usage())
+        return self.answer.of([task.result() for task in joining], usage=self.usage())
 
     async def lines(self) -> AsyncIterator[str]:
         """Yield the events of the answer as a stream."""
@@ -362,7 +362,7 @@ class Answering:
                 if found is None:
                     left -= 1
                     continue
-                yield events([self.answer.piece([found], **({"usage": None} if self.ask.wants_usage else {}))])
+                yield events([self.answer.of([found], **({"usage": None} if self.ask.wants_usage else {}))])
         except TimeoutError:
             self.error = timed_out(self.server.limits.timeout)
         except ApiError as error:
@@ -370,7 +370,7 @@ class Answering:
         if self.error is not None:
             yield events([self.error.body])
             return
-        usage = [self.answer.piece([], usage=self.usage())] if self.ask.wants_usage else []
+        usage = [self.answer.of([], usage=self.usage())] if self.ask.wants_usage else []
         yield events([*usage, "[DONE]"])
 
 
@@ -501,7 +501,8 @@ class Choice:
                     yield said, False
         except Exception as error:
             self.reason = "error"
-            raise ApiError(sentence(error), status=500) from error
+            # A schema that cannot be followed any further is the client's error.
+            raise error if isinstance(error, ApiError) else ApiError(sentence(error), status=500) from error
         if request.finish_reason == "cancelled":  # `Server.stop` did, as somebody still reads
             self.reason = "shutdown"
             raise self.answering.error or shutting_down()

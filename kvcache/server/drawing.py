@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from kvcache.server.speech import HERMES, LLAMA, Format
 
 # Models would go on with blanks for ever, where a grammar lets them.
 SPARINGLY = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,12}"}}
+# llguidance has a state for each remainder: a second for 100,000 of them, three minutes for 10,000,000.
+MOST_REMAINDERS = 100_000
 
 
 class Penalties:
@@ -40,10 +44,12 @@ class Grammars:
 
     def of_schema(self, schema: dict[str, Any], param: str) -> Grammar:
         """Return what keeps an answer within a schema of JSON."""
+        check_multiples(schema, param)
         return self._grammar(json.dumps({"grammars": [{"json_schema": {**schema, **SPARINGLY}}]}), param)
 
     def of_calls(self, format: Format, tools: list[dict[str, Any]]) -> Grammar:
         """Return what makes an answer a call of one of these tools."""
+        check_multiples(tools, "tools")
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
             function = tool["function"]
@@ -77,9 +83,33 @@ class Grammars:
             except Exception as error:
                 raise ApiError(f"{param}: the model's tokenizer takes no grammar: {error}", param, status=501) from None
         matcher = LLMatcher(self._made, LLMatcher.grammar_from_lark(grammar) if is_lark else grammar, log_level=0)
-        if matcher.is_error():
-            raise ApiError(f"{param}: {matcher.get_error().splitlines()[0]}", param)
-        return Grammar(matcher, self._num_tokens)
+        # Some limits show only behind the tokens with which every answer begins.
+        trial = matcher.deep_copy()
+        trial.try_consume_tokens(trial.compute_ff_tokens())
+        trial.compute_bitmask()
+        check_matcher(trial, param)
+        return Grammar(matcher, self._num_tokens, param)
+
+
+def check_matcher(matcher: Any, param: str) -> None:
+    """Raise for a schema that llguidance cannot follow, or not any further."""
+    if matcher.is_error():
+        raise ApiError(f"{param}: the schema cannot be followed: {matcher.get_error().splitlines()[0]}", param)
+
+
+def check_multiples(schema: Any, param: str) -> None:
+    """Raise for numbers of ``multipleOf`` in a schema that would take too long."""
+    left, common = [schema], 1
+    while left:
+        one = left.pop()
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        value = one.get("multipleOf") if isinstance(one, dict) else None
+        if isinstance(value, int | float) and value and math.isfinite(value):
+            digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).rstrip("0")  # 0.05 and 500 are easy
+            common = math.lcm(common, int(digits[:9]))
+        if common > MOST_REMAINDERS:
+            what = f"the numbers of multipleOf in a schema have a common multiple above {MOST_REMAINDERS:,}"
+            raise ApiError(f"{param}: {what}, without zeros at the end: give fewer digits", param)
 
 
 class Grammar:
@@ -88,14 +118,14 @@ class Grammar:
     With `behind`, a token such as the end of thoughts, what comes before that token is free.
     """
 
-    def __init__(self, matcher: Any, num_tokens: int, behind: int | None = None) -> None:
-        self._matcher, self._num_tokens, self._behind = matcher, num_tokens, behind
+    def __init__(self, matcher: Any, num_tokens: int, param: str, behind: int | None = None) -> None:
+        self._matcher, self._num_tokens, self._param, self._behind = matcher, num_tokens, param, behind
         self._is_free = behind is not None
         self._mask = np.full((num_tokens + 31) // 32, -1, np.int32)
 
     def copy(self, behind: int | None) -> Grammar:
         """Return one for another answer."""
-        return Grammar(self._matcher.deep_copy(), self._num_tokens, behind)
+        return Grammar(self._matcher.deep_copy(), self._num_tokens, self._param, behind)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores of the next token, ``[1, vocabulary]``, without tokens that the grammar does not have."""
@@ -114,6 +144,5 @@ class Grammar:
             self._is_free = token != self._behind
             return torch.tensor([False])
         self._matcher.consume_token(token)
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on: {self._matcher.get_error().splitlines()[0]}")
+        check_matcher(self._matcher, self._param)
         return torch.tensor([self._matcher.is_stopped()])

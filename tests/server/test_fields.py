@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -363,6 +364,64 @@ def test_answers_that_follow_a_schema(client, route):
     ):
         status, body = client.ask(route, {**given, "response_format": wrong})
         assert (status, body["error"]["param"]) == (400, "response_format"), body
+
+
+MANY = {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(3000)}}
+
+
+@pytest.mark.parametrize("is_tool", [False, True])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.000123},
+        {"type": "integer", "multipleOf": 1234567},
+        {"allOf": [{"type": "integer", "multipleOf": 99991}, {"multipleOf": 0.0997}]},
+        MANY,
+    ],
+    ids=["digits", "large", "both", "many"],
+)
+def test_schemas_that_cannot_be_followed(model, client, schema, is_tool):
+    """They are refused before anything is computed."""
+    pytest.importorskip("llguidance")
+    from kvcache.server.drawing import Grammars
+    from kvcache.server.errors import ApiError
+    from kvcache.server.speech import HERMES
+
+    if is_tool:
+        tool = {"type": "function", "function": {"name": "first", "parameters": schema}}
+        with pytest.raises(ApiError, match=r"^tools: "):
+            Grammars(model[1], 256, None).of_calls(HERMES, [tool])
+        return
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    before = client.engine.prefix.stats
+    status, body = client.ask("/v1/completions", {"prompt": PROMPT, "stream": True, "response_format": form})
+    assert (status, body["error"]["param"]) == (400, "response_format"), body
+    assert client.engine.prefix.stats == before
+
+
+@pytest.mark.parametrize("multiple", [0.01, 5, 250, 1e9, 1e-5, 0])
+def test_usual_multiples_are_followed_or_refused_by_llguidance(multiple):
+    from kvcache.server.drawing import check_multiples
+
+    check_multiples({"properties": {"multipleOf": {"multipleOf": multiple}, "a": {"multipleOf": 0.5}}}, "x")
+
+
+def test_a_schema_that_cannot_be_followed_any_further(client):
+    """The answer says so, and others go on."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": MANY}, "required": ["a", "b"]}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    asked = {"prompt": PROMPT, "response_format": form, "max_tokens": 200, "logit_bias": {"32": -100, "10": -100}}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(complete, client, max_tokens=60)
+        status, body = client.ask("/v1/completions", asked)
+        streamed = client.ask("/v1/completions", {**asked, "stream": True})[1].split("data: ")[-1]
+        assert len(other.result()) == 60
+    for error in (body["error"], json.loads(streamed)["error"]):
+        assert error["message"].startswith("response_format: the schema cannot be followed: ")
+        assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
+    assert status == 400
+    client.wait_until_idle()
 
 
 def test_an_object_of_json(client):
