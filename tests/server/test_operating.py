@@ -121,6 +121,41 @@ def wait_until(is_so):
     raise AssertionError("it does not come")
 
 
+def test_nothing_is_logged_of_clients_that_read_too_little():
+    """An answer ends in time, with an error for one that reads slowly; long names fill what sockets hold."""
+    with running("--name", 100_000 * "x", "--timeout", 1) as (process, client, _):
+        body = json.dumps({"prompt": "a", "max_tokens": 1900, "stream": True}).encode()
+        for num, how in enumerate(["leaves", "reads slowly", "never reads"], 1):
+            with socket.socket() as connection:
+                if how != "reads slowly":
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect(("127.0.0.1", client.port))
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode() + body)
+                assert connection.recv(100)
+                if how == "reads slowly":
+                    assert b"the answer took longer than 1 s" in last_of(connection)
+                elif how == "never reads":
+                    client.wait_until_metric("vllm:e2e_request_latency_seconds_count", num)
+            client.wait_until_metric("vllm:e2e_request_latency_seconds_count", num)
+        process.send_signal(signal.SIGTERM)
+        said = process.stdout.read()
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    assert [line for line in said.splitlines() if "stopping" not in line] == []
+
+
+def last_of(connection):
+    """Read a stream to its end, and return that."""
+    connection.settimeout(30)
+    last = b""
+    while not last.endswith(b"0\r\n\r\n"):
+        time.sleep(0.01)
+        data = connection.recv(1 << 20)
+        assert data, last
+        last = (last + data)[-300:]
+    return last
+
+
 def test_more_answers_than_turns(model):
     """The answers of one request take turns, and those that are not read keep none."""
     with serving(model, 1 << 14, None, limits={"max_running": 2}) as client:
