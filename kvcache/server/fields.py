@@ -22,7 +22,7 @@ OF_CHAT = {
     "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
 IGNORED = {  # they cannot change the text
-    "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user",
+    "chat_id", "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "session_id", "store", "user",
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, Any]] = {  # why, and the value that asks for nothing
     "suffix": ("the server continues texts, and fills in none", ""),
@@ -359,6 +359,8 @@ def read_message(message: Any, i: int, pins: list[tuple[int, int, float]]) -> di
     given = without_empty(message) if isinstance(message, dict) else {}
     # What the API's answers have beside these, clients give back: there it is null or empty.
     given = {name: value for name, value in given.items() if name not in ("annotations", "refusal", "audio") or value}
+    given.pop("provider_specific_fields", None)  # LiteLLM's clients give back what it adds to answers
+    control = given.pop("cache_control", None)
     role = given.get("role")
     if role not in ROLES:
         raise ApiError(f"{where}: must have a role, one of {', '.join(ROLES)}", "messages")
@@ -366,6 +368,8 @@ def read_message(message: Any, i: int, pins: list[tuple[int, int, float]]) -> di
         raise ApiError(f"{where}: there is no field {shown(min(unknown))}", "messages")
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}  # templates have no developers
     found["content"], places = read_content(given.get("content", ""), where)
+    if control is not None:  # as on the last part
+        places.append((len(found["content"]), read_control(control, where)))
     pins.extend((i, at, seconds) for at, seconds in places)
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := given.get(name)) is not None:
