@@ -25,7 +25,7 @@ def client():
     with serving(model, 4096) as one:
         runs = one.server.server.served
         submit = runs.submit  # the answers of this model have no end
-        runs.submit = lambda prompt, ask, max_tokens, *rest: submit(prompt, ask, min(max_tokens, 80), *rest)
+        runs.submit = lambda prompt, ask, max_tokens, *rest: submit(prompt, ask, min(max_tokens, 160), *rest)
         yield one
 
 
@@ -64,3 +64,36 @@ def test_models_without_keys(authorization):
         with contextlib.closing(connection):
             connection.request("GET", "/v1/models", headers={"Authorization": authorization} if authorization else {})
             assert json.loads(connection.getresponse().read())["data"][0]["id"] == "a-model"
+
+
+@pytest.mark.full  # LangChain has many dependencies
+def test_langchain(client):
+    langchain = pytest.importorskip("langchain_openai")
+    pytest.importorskip("llguidance")
+    from pydantic import BaseModel
+
+    class Answer(BaseModel, extra="forbid"):
+        """Answers a question."""
+
+        yes: bool
+
+    options = {"model": "a-model", "api_key": "sk-one", "temperature": 0, "max_retries": 0}
+    chat = langchain.ChatOpenAI(base_url=f"http://127.0.0.1:{client.port}/v1", **options)
+    whole = chat.invoke([("system", "Be brief."), ("human", "Who?")])
+    assert whole.content
+    assert whole.usage_metadata["output_tokens"] > 0
+    pieces = [*chat.stream([("system", "Be brief."), ("human", "Who?")])]
+    assert "".join(one.content for one in pieces) == whole.content
+    both = chat.batch(["Who?", "Why?"])
+    assert [one.content for one in both] == [chat.invoke(one).content for one in ("Who?", "Why?")]
+
+    bound = chat.bind_tools([Answer], tool_choice="required")
+    called = bound.invoke("Is it?")
+    [call] = called.tool_calls
+    assert (call["name"], call["args"].keys()) == ("Answer", {"yes"})
+    history = [("human", "Is it?"), called, {"role": "tool", "tool_call_id": call["id"], "content": "No."}]
+    assert chat.bind_tools([Answer]).invoke(history).response_metadata["finish_reason"]
+    *_, last = bound.stream("Is it?")
+    assert last is not None
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(chat.with_structured_output(Answer, method=method).invoke("Is it?"), Answer)
