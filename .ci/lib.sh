@@ -316,7 +316,7 @@ usual() {
     step "pytest with torch and the newest transformers" with_torch "$newest" tests
     # .ci/full runs all with both.
     step "tests of models with the oldest transformers" with_torch "$tools" \
-        "$(echo tests/hf/test_{hf,decode,enabling,engine,every_model,prefix,recurrent,texts}.py)"
+        "$(echo tests/hf/test_{hf,decode,enabling,engine,every_model,recurrent}.py)"
     step "README's commands" readme
     compiled_for_tests
     wait

@@ -102,7 +102,7 @@ def test_lengths(client, model, monkeypatch):
     status, body = client.ask("/v1/completions", {"prompt": PROMPT, "min_tokens": 30, "max_tokens": 20})
     assert (status, body["error"]["param"]) == (400, "min_tokens")
     monkeypatch.setattr(model[0].generation_config, "eos_token_id", None)
-    assert client.complete(PROMPT, max_tokens=-1)["usage"]["total_tokens"] == 2048
+    assert client.complete(PROMPT * 100, max_tokens=-1)["usage"]["total_tokens"] == 2048
 
 
 def test_several_answers_and_prompts(client, api):

@@ -267,7 +267,7 @@ def test_what_it_says_at_the_start_and_at_the_end():
     assert "Traceback" not in rest
 
 
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("ending", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_prompts_outlive_a_restart(tmp_path, ending):
     prompt = "A long beginning, which is the same. " * 8
     url = f"dir:{tmp_path}/prompts"

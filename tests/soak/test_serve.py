@@ -1,4 +1,4 @@
-"""Soak `kvcache serve` for some seconds; with --full for an hour of kills and restarts, and judge its memory then."""
+"""Soak `kvcache serve`, with --full: some seconds, and an hour, behind which its memory is judged."""
 
 import subprocess
 import sys
@@ -18,9 +18,9 @@ PROGRAM = Path(__file__).with_name("serve.py")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT
 
 
-@pytest.mark.slow  # what it asks has shorter tests in tests/server
+@pytest.mark.full  # what it asks has shorter tests in tests/server
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("seconds", [3, pytest.param(3600, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seconds", [3, 3600])
 def test_soak(seconds):
     command = [sys.executable, "-W", "ignore", str(PROGRAM), "--seconds", str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -914,15 +914,11 @@ def test_generate_from_a_file(tmp_path):
 
 def test_generate_multiplies_prompts_in_bytes(tmp_path, monkeypatch):
     monkeypatch.setenv("KVCACHE_ISA", "scalar")  # which does
-    model = with_short_text(tmp_path)
-    (model / "eval.txt").write_bytes((Path(MODEL) / "eval.txt").read_bytes()[:700])  # enough for rows of int8
-    arguments = ["generate", model, "ROMEO:" * 60, "--tokens", 2, "--temperature", 0, "--compare"]
+    arguments = ["generate", with_short_text(tmp_path), "ROMEO:" * 60, "--tokens", 2, "--temperature", 0, "--compare"]
     exact, in_bytes = (run_here(*arguments, "--prompts", prompts) for prompts in ("stored", "int8"))
     assert (exact.returncode, in_bytes.returncode) == (0, 0)
     assert "in bytes" not in exact.stdout
     assert "\nprefill in bytes, f16 cache " in in_bytes.stdout
-    losses = [re.search("^int8.*", done.stdout, re.M)[0].split()[-4:] for done in (exact, in_bytes)]
-    assert losses[0] != losses[1]
 
 
 def test_generate_selects_rows(monkeypatch):
