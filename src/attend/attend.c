@@ -522,7 +522,7 @@ kvc_status kvc_plan_run(kvc_plan *plan, int32_t layer, const kvc_attend_args *gi
     kvc_call c;
     KVC_TRY(KVC_READ(kvc_attend_args, &args, given, "args"));
     if (args.chosen) KVC_TRY(kvc_chosen_read(&args, &chosen));
-    KVC_TRY(kvc_check_attention(plan->batch, layer, 1));
+    KVC_TRY(kvc_check_attention(plan->batch, layer, KVC_NEEDS_VALUES));
     KVC_TRY(kvc_check_plan_layer(plan, layer));
     KVC_TRY(resolve_args(&plan->batch->cache->layers[layer], &plan->args, &args));
     if (args.chosen || plan->args.max_chosen)
@@ -544,7 +544,7 @@ static kvc_status attend(kvc_plan *plan, int32_t layer, const kvc_attend_args *a
     make_call(&c, plan, layer, args, chosen);
     const kvc_status status = kvc_run_tasks(&c);
     if (status != KVC_OK && put) /* as if the rows had not been put */
-        kvc_mark_written(plan->batch, layer, put->first, put->num_tokens, 0);
+        kvc_mark_written(plan->batch, layer, put->first, put->num_tokens, /* is_written */ 0);
     if (status == KVC_OK && plan->args.select_rows) note_selected(plan, -1);
     return status;
 }
@@ -565,7 +565,8 @@ kvc_status kvc_attend(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     if (args.put) KVC_TRY(KVC_READ(kvc_put_args, &put, args.put, "args"));
     const int32_t layer = plan_args.layer;
     KVC_TRY(kvc_resolve_plan(batch, &plan_args));
-    if (!batch->cache->layers[layer].v_dim) return kvc_check_attention(batch, layer, 1); /* fails: keys alone */
+    if (!batch->cache->layers[layer].v_dim)
+        return kvc_check_attention(batch, layer, KVC_NEEDS_VALUES); /* fails: keys alone */
     KVC_TRY(resolve_args(&batch->cache->layers[layer], &plan_args, &args));
     if (plan_args.max_chosen)
         KVC_TRY(

@@ -288,7 +288,7 @@ kvc_status kvc_choose(kvc_batch *batch, const kvc_plan_args *given_plan, const k
     KVC_TRY(resolve_args(&args, &plan_args, batch->cache->layers[plan_args.layer].k_dim,
                          batch->cache->pools[batch->cache->group_of[plan_args.layer]].stride));
     KVC_TRY(kvc_plan_get(batch, &plan_args, &plan));
-    kvc_status status = kvc_check_all_seen(plan, plan_args.layer, NULL);
+    kvc_status status = kvc_check_all_seen(plan, plan_args.layer, /* put */ NULL);
     if (status == KVC_OK) {
         const kvc_attend_args common = as_attention(&args);
         make_ranking(&k, plan, plan_args.layer, &args, &common);

@@ -126,7 +126,7 @@ static query_cut cut_queries(const kvc_plan *plan, int32_t sequence, int in_byte
 int32_t kvc_count_slices(const kvc_plan *plan) {
     int32_t num = 0;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
-        const query_cut cut = cut_queries(plan, s, 0);
+        const query_cut cut = cut_queries(plan, s, /* in_bytes */ 0);
         num += cut.may_select ? cut.end - cut.first : cut.num_slices;
     }
     return num;
@@ -421,7 +421,7 @@ static int32_t list_choosing(const kvc_plan *plan, const kvc_shown *shown, int32
 int32_t kvc_list_slices(const kvc_plan *plan, const kvc_shown *shown, kvc_new_slice *slices, uint8_t *marks) {
     const kvc_new_slice *const first_slice = slices;
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
-        const query_cut cut = plan->in_bytes ? cut_listed(plan, shown, s, marks) : cut_queries(plan, s, 0);
+        const query_cut cut = plan->in_bytes ? cut_listed(plan, shown, s, marks) : cut_queries(plan, s, /* exact */ 0);
         int64_t seen[KVC_MOST_SELECTING];
         const int selects = cut.may_select && count_seen(plan, shown, s, &cut, seen, marks);
         if (cut.num_slices && (plan->by_token || selects)) {

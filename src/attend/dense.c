@@ -76,7 +76,7 @@ static void count_rows(const kvc_batch *batch, int32_t layer, int64_t *num, int6
 
 kvc_status kvc_dense_rows(kvc_batch *batch, int32_t layer, int64_t *num_rows) {
     int64_t most;
-    KVC_TRY(kvc_check_attention(batch, layer, 1));
+    KVC_TRY(kvc_check_attention(batch, layer, KVC_NEEDS_VALUES));
     if (!num_rows) return kvc_fail(KVC_ERR_INVALID, "num_rows is NULL");
     count_rows(batch, layer, num_rows, &most);
     return KVC_OK;
@@ -104,7 +104,7 @@ static kvc_status check_in_step(const kvc_batch *batch) {
 
 kvc_status kvc_dense_sequences(kvc_batch *batch, int32_t layer, int32_t *num_sequences, int64_t *most_rows) {
     int64_t num;
-    kvc_status status = kvc_check_attention(batch, layer, 1);
+    kvc_status status = kvc_check_attention(batch, layer, KVC_NEEDS_VALUES);
     if (status == KVC_OK && (!num_sequences || !most_rows))
         status = kvc_fail(KVC_ERR_INVALID, "%s is NULL", num_sequences ? "most_rows" : "num_sequences");
     if (status == KVC_OK) status = check_in_step(batch);
@@ -253,7 +253,7 @@ static void fill_share(void *context, int64_t task) {
 
 static kvc_status read_args(const kvc_batch *batch, int32_t layer, const kvc_dense_args *given, dense *d) {
     kvc_status status = KVC_READ(kvc_dense_args, &d->args, given, "args");
-    if (status == KVC_OK) status = kvc_check_attention(batch, layer, 1);
+    if (status == KVC_OK) status = kvc_check_attention(batch, layer, KVC_NEEDS_VALUES);
     if (status == KVC_OK) status = KVC_READ(kvc_rows_out, &d->out, d->args.rows, "rows");
     if (status == KVC_OK && d->args.num_masked)
         status = kvc_masked_check(batch, d->args.masked, d->args.masked_size, d->args.num_masked);

@@ -84,10 +84,10 @@ void kvc_multiply_tile(kvc_task *all, kvc_tile *current, kvc_tile *next, kvc_cur
                    kvc_take_ahead(c, &next_keys, ahead));
         /* If `weigh` is not set, this block is all query rows. */
         if (KVC_TYPES[t->k_as].has_row_scale && kvc_delta_index_of(t, current) != KVC_MIXED)
-            kvc_times_scales(t, current, 0);
+            kvc_times_scales(t, current, KVC_KEYS);
         if (kvc_key_minima_apart(t, current)) kvc_score_minima(t, current->n);
         weigh_block(t, current, &b, keys.scale, values->weigh);
-        if (KVC_TYPES[t->v_as].has_row_scale) kvc_times_scales(t, current, 1);
+        if (KVC_TYPES[t->v_as].has_row_scale) kvc_times_scales(t, current, KVC_VALUES);
         if (!b.first) pack_values(t, current, values->pack_values); /* once, for all blocks */
         values->accumulate(t->acc + (size_t)b.first * (size_t)workspace->acc_stride, workspace->acc_stride, b.scores,
                            b.stride, t->workspace + workspace->values, v_room, b.end - b.first, plan->v_dim, current->n,

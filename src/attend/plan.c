@@ -63,7 +63,7 @@ static int take_scratch(maker *m) {
     const uint64_t stored = kvc_add_array(&m->size, sequences * sizeof *m->shown.stored);
     const uint64_t runs = kvc_add_array(&m->size, shown * sizeof(kvc_run));
     kvc_lock(batch->cache);
-    char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size, NULL);
+    char *start = m->scratch = kvc_scratch_take(batch->cache, &m->size, /* is_new */ NULL);
     kvc_unlock(batch->cache, KVC_OK);
     if (!start) return 0;
     m->slices = (void *)(start + slices);
@@ -345,7 +345,7 @@ static kvc_plan *allocate_plan(const kvc_plan *sketch, const totals *t) {
     kvc_batch *batch = sketch->batch;
     uint64_t at[NUM_PLAN_ARRAYS], size = lay_out_arrays(sketch, t, at);
     kvc_lock(batch->cache);
-    char *start = kvc_scratch_take(batch->cache, &size, NULL);
+    char *start = kvc_scratch_take(batch->cache, &size, /* is_new */ NULL);
     kvc_plan *plan = start ? place_plan(sketch, at, start) : NULL;
     if (plan) {
         plan->link = (kvc_plan_link){.next = batch->plans, .size = size, .after_fork = after_fork};
@@ -483,7 +483,7 @@ static kvc_status resolve_choices(const kvc_cache *cache, kvc_plan_args *args) {
 }
 
 kvc_status kvc_resolve_plan(const kvc_batch *batch, kvc_plan_args *args) {
-    KVC_TRY(kvc_check_attention(batch, args->layer, 0));
+    KVC_TRY(kvc_check_attention(batch, args->layer, KVC_MAY_LACK_VALUES));
     KVC_TRY(kvc_resolve_range(batch, args->first, &args->num_tokens));
     const int32_t num_kv_heads = batch->cache->layers[args->layer].num_kv_heads;
     if (args->num_heads < 1 || args->num_heads % num_kv_heads || args->num_heads / num_kv_heads > 1 << 16)

@@ -128,7 +128,7 @@ kvc_status kvc_run_tasks(kvc_call *c) {
 
 kvc_status kvc_check_plan_layer(const kvc_plan *plan, int32_t layer) {
     const kvc_cache *cache = plan->batch->cache;
-    KVC_TRY(kvc_check_attention(plan->batch, layer, 0));
+    KVC_TRY(kvc_check_attention(plan->batch, layer, KVC_MAY_LACK_VALUES));
     const kvc_layer *config = &cache->layers[layer];
     if (!kvc_plan_has_shape(plan, layer))
         return kvc_fail(KVC_ERR_INVALID,
@@ -172,7 +172,7 @@ static kvc_status check_task(const kvc_plan *plan, int32_t layer, int64_t task) 
     const kvc_job *job = kvc_job_of(plan, task, &part);
     kvc_status status = KVC_OK;
     for (int32_t m = 0; status == KVC_OK && m < job->num_slices; m++)
-        status = check_seen(plan, kvc_slice_of(plan, job, m), layer, NULL);
+        status = check_seen(plan, kvc_slice_of(plan, job, m), layer, /* put */ NULL);
     return status;
 }
 
@@ -197,8 +197,8 @@ void kvc_call_init(kvc_call *c, kvc_plan *plan, int32_t layer, const kvc_attend_
         c->k_as[way] = kvc_taken_as(c->kernels, c->layer->k_type, way);
         c->v_as[way] = kvc_taken_as(c->kernels, c->layer->v_type, way);
     }
-    c->k_mixing = kvc_mixing_of(c->layer, 0);
-    c->v_mixing = kvc_mixing_of(c->layer, 1);
+    c->k_mixing = kvc_mixing_of(c->layer, KVC_KEYS);
+    c->v_mixing = kvc_mixing_of(c->layer, KVC_VALUES);
     c->byte_mixing = c->k_mixing;
     if (plan->in_bytes && c->k_as[KVC_IN_BYTES] == KVC_F32 && !c->byte_mixing.order)
         c->byte_mixing.order = kvc_order_for(plan->k_dim, KVC_MOST_KEY_ORDER);
@@ -226,7 +226,7 @@ kvc_status kvc_run_task(kvc_call *c, int32_t layer, int64_t task) {
         return kvc_fail(KVC_ERR_INDEX, "task is %lld: the plan has %lld", (long long)task,
                         (long long)plan->jobs.num_tasks);
     KVC_TRY(check_task(plan, layer, task));
-    kvc_poll_timer_init(&c->timer, NULL, NULL);
+    kvc_poll_timer_init(&c->timer, /* poll */ NULL, /* user */ NULL);
     KVC_TRY(kvc_round_begin(c, layer, task));
     run_task(c, task);
     const kvc_status status = status_of(c);

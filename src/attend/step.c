@@ -380,7 +380,7 @@ static void score_tile(kvc_task *t, const kvc_tile *tile) {
               kvc_take_ahead(c, &values, k.num));
         scores += k.num;
     }
-    if (KVC_TYPES[t->k_as].has_row_scale) kvc_times_scales(t, tile, 0);
+    if (KVC_TYPES[t->k_as].has_row_scale) kvc_times_scales(t, tile, KVC_KEYS);
     if (kvc_key_minima_apart(t, tile)) kvc_score_minima(t, tile->n);
 }
 
@@ -427,7 +427,7 @@ static void accumulate_floats(const kvc_task *t, kvc_walk *values, kvc_walk *key
 /* Adds a tile's values, weighted, to acc, and prefetches the remaining keys of the next tile. */
 static void accumulate_tile(const kvc_task *t, const kvc_tile *tile, kvc_walk *keys) {
     kvc_walk values = kvc_walk_values(t, tile);
-    if (KVC_TYPES[t->v_as].has_row_scale) kvc_times_scales(t, tile, 1);
+    if (KVC_TYPES[t->v_as].has_row_scale) kvc_times_scales(t, tile, KVC_VALUES);
     if (t->v_as < KVC_FLOAT_TYPES)
         accumulate_floats(t, &values, keys);
     else

@@ -156,7 +156,7 @@ void kvc_next_tile(kvc_tile *t, kvc_cursor *c) {
 }
 
 kvc_rows kvc_keys_in(const kvc_tile *t, const kvc_layer *layer, const kvc_segment *segment, int32_t offset) {
-    const kvc_rows keys = kvc_stored_rows(layer, t->layout, segment->rows, segment->slot + offset, 0);
+    const kvc_rows keys = kvc_stored_rows(layer, t->layout, segment->rows, segment->slot + offset, KVC_KEYS);
     return kvc_row_of(&keys, 0, t->head);
 }
 

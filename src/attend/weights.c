@@ -158,7 +158,8 @@ static kernel_keys take_keys(const weighing *w, desk *d, place *p, int32_t first
     const int64_t bytes = (int64_t)kvc_blocks_bytes(w->k_as, dim);
     char *to = (char *)d->rows;
     for (int32_t done = 0, some; done < n; done += some, to += some * bytes) {
-        const kvc_rows keys = kvc_stored_rows(w->layer, w->layout, p->run->block->rows, p->run->slot + p->offset, 0);
+        const kvc_rows keys =
+            kvc_stored_rows(w->layer, w->layout, p->run->block->rows, p->run->slot + p->offset, KVC_KEYS);
         const kvc_rows of_head = kvc_row_of(&keys, 0, w->head);
         some = take_stretch(p, n - done);
         if (KVC_TYPES[w->k_as].has_row_scale)
@@ -449,7 +450,7 @@ static uint64_t lay_out(weighing *w, int64_t padded_rows, char *start) {
     if (start) w->tiles = (void *)(start + list), w->desks = (void *)(start + desks);
     for (int32_t i = 0; i < w->num_parts; i++) {
         desk none;
-        const uint64_t at = kvc_add_array(&size, lay_out_desk(w, &none, NULL));
+        const uint64_t at = kvc_add_array(&size, lay_out_desk(w, &none, /* only measure */ NULL));
         if (!start) continue;
         w->desks[i] = (desk){.delta = 0};
         lay_out_desk(w, &w->desks[i], start + at);
@@ -552,7 +553,7 @@ static kvc_status open_weighing(kvc_cache *cache, int64_t seq_id, int32_t layer,
     w->num_tiles = list_tiles(list, NULL, &padded_rows); /* NULL, twice: only measures */
     if (w->num_parts > w->num_tiles) w->num_parts = (int32_t)w->num_tiles;
     w->most_queries = most_queries(w, padded_rows);
-    const uint64_t size = lay_out(w, padded_rows, NULL);
+    const uint64_t size = lay_out(w, padded_rows, /* only measure */ NULL);
     KVC_TRY(kvc_snapshot_take(cache, layer, kvc_runs_begin(list), list->num, size, &w->from));
     lay_out(w, padded_rows, w->from.scratch);
     list_tiles(list, w->tiles, &padded_rows);
@@ -572,7 +573,7 @@ kvc_status kvc_weights(kvc_cache *cache, int64_t seq_id, int32_t layer, const kv
     w.policy = &cache->policies[cache->group_of[layer]];
     w.stride = cache->pools[cache->group_of[layer]].stride;
     w.rope = kvc_rope_of(cache, layer);
-    w.mixing = kvc_mixing_of(w.layer, 0);
+    w.mixing = kvc_mixing_of(w.layer, KVC_KEYS);
     w.scale = w.args.scale != 0 ? w.args.scale : 1 / sqrtf((float)dim);
     w.group = w.args.num_heads / w.layer->num_kv_heads;
     w.num_parts = kvc_threads_for(work, WORTH_THREADS, kvc_cache_threads(cache));

@@ -80,7 +80,7 @@ static void add_and_copy(uint64_t lanes[4], const uint8_t *p, size_t size, uint8
         end_stream();
         return;
     }
-    add_stripes(lanes, p, size, NULL);
+    add_stripes(lanes, p, size, /* to */ NULL);
     if (to) memcpy(to, p, size);
 }
 
@@ -99,7 +99,7 @@ void kvc_hash_add(kvc_hasher *hasher, const void *data, size_t size, void *copy)
         memcpy(hasher->rest + held, p, first);
         if (to) memcpy(to, p, first);
         if (first < room) return;
-        add_stripes(hasher->lanes, hasher->rest, STRIPE, NULL);
+        add_stripes(hasher->lanes, hasher->rest, STRIPE, /* to */ NULL);
         p += first;
         to = to ? to + first : NULL;
         size -= first;
@@ -135,6 +135,6 @@ uint64_t kvc_hash_end(const kvc_hasher *hasher) {
 uint64_t kvc_hash(const void *data, size_t size, uint64_t seed) {
     kvc_hasher hasher;
     kvc_hash_begin(&hasher, seed);
-    kvc_hash_add(&hasher, data, size, NULL);
+    kvc_hash_add(&hasher, data, size, /* copy */ NULL);
     return kvc_hash_end(&hasher);
 }

@@ -75,7 +75,7 @@ void *kvc_slab_take(kvc_slab **slabs, size_t size) {
 }
 
 void kvc_slab_give(kvc_slab **slabs, void *item) {
-    kvc_slab *slab = find(slabs, item, 0);
+    kvc_slab *slab = find(slabs, item, /* item_bytes */ 0);
     slab->taken &= ~bit_of(slab, item);
     slab->written &= ~bit_of(slab, item);
     if (slab->taken) {
@@ -88,14 +88,14 @@ void kvc_slab_give(kvc_slab **slabs, void *item) {
 }
 
 void kvc_slab_mark(kvc_slab **slabs, void *p, int is_written) {
-    kvc_slab *slab = find(slabs, p, 0);
+    kvc_slab *slab = find(slabs, p, /* item_bytes */ 0);
     if (!slab) return;
     slab->written &= ~bit_of(slab, p);
     if (is_written) slab->written |= bit_of(slab, p);
 }
 
 int kvc_slab_fills(kvc_slab **slabs, const void *p) {
-    const kvc_slab *slab = find(slabs, p, 0);
+    const kvc_slab *slab = find(slabs, p, /* item_bytes */ 0);
     if (!slab) return 0;
     const size_t begin = (size_t)((const uint8_t *)p - slab->begin);
     const size_t first = begin / slab->item_bytes, last = (begin + KVC_HUGE_PAGE - 1) / slab->item_bytes;

@@ -1,5 +1,5 @@
-/* sorted.c: sets in the order of a key, as binary trees (treaps).  Members that come before a member are on its side 0
- * (below[0]), those behind it on side 1.  A member also stands above all members of lower rank. */
+/* sorted.c: sets in the order of a key, as binary trees (treaps).  Members that come before a member are on its side
+ * KVC_LOW (below[KVC_LOW]), those behind it on side KVC_HIGH.  A member also stands above all members of lower rank. */
 #include "base/sorted.h"
 
 #include <stddef.h>

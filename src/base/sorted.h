@@ -5,10 +5,13 @@
 
 #include <stdint.h>
 
-/* A member's place in a tree.  Members with lower keys are below[0], members with higher keys below[1]. */
+/* A member's place in a tree.  Members with lower keys are below[KVC_LOW], others below[KVC_HIGH]. */
 typedef struct kvc_links {
     struct kvc_links *above, *below[2];
 } kvc_links;
+
+/* The sides of a set, or of a member: lower keys, the first of which is the first member, or higher keys. */
+enum { KVC_LOW, KVC_HIGH };
 
 typedef struct kvc_sorted {
     kvc_links *root; /* NULL: the set is empty */
@@ -27,10 +30,10 @@ void kvc_sorted_add(kvc_sorted *sorted, kvc_links *member, kvc_behind_fn *is_beh
 /* Takes a member out. */
 void kvc_sorted_remove(kvc_sorted *sorted, kvc_links *member);
 
-/* Returns the first member (side 0) or the last one (side 1); NULL if the set is empty. */
+/* Returns the first member (KVC_LOW) or the last one (KVC_HIGH); NULL if the set is empty. */
 kvc_links *kvc_sorted_end(const kvc_sorted *sorted, int side);
 
-/* Returns the member before another (side 0) or behind it (side 1); NULL at the end. */
+/* Returns the member before another (KVC_LOW) or behind it (KVC_HIGH); NULL at the end. */
 kvc_links *kvc_sorted_beside(const kvc_links *member, int side);
 
 #endif

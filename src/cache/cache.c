@@ -64,7 +64,7 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
             kvc_pool_mark_evictable(run->block, run->slot, run->count, is_evictable ? 1 : -1);
     }
     if (is_evictable) {
-        kvc_table_list(&cache->sequences, sequence, 0);
+        kvc_table_list(&cache->sequences, sequence, /* is_fixed */ 0);
         sort(cache, sequence);
     } else {
         kvc_sorted_remove(&cache->evicting.evictable, &sequence->links[KVC_BY_USE]);

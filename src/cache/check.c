@@ -26,7 +26,7 @@ kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer, int needs_
 }
 
 kvc_status kvc_check_choosing(const kvc_batch *batch, int32_t layer) {
-    KVC_TRY(kvc_check_attention(batch, layer, 0));
+    KVC_TRY(kvc_check_attention(batch, layer, KVC_MAY_LACK_VALUES));
     if (!batch->cache->layers[layer].v_dim) return KVC_OK;
     return kvc_fail(KVC_ERR_UNSUPPORTED, "layer %d holds values: rows are chosen by a layer of keys alone", layer);
 }

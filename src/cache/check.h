@@ -7,8 +7,10 @@
 /* Returns KVC_ERR_INDEX unless the cache has the layer. */
 kvc_status kvc_check_layer(const kvc_cache *cache, int32_t layer);
 
+enum { KVC_MAY_LACK_VALUES, KVC_NEEDS_VALUES }; /* what kvc_check_attention takes */
+
 /* Returns KVC_ERR_INDEX unless the cache has the layer, KVC_ERR_INVALID if it is KVC_NONE or the batch restores, and
- * KVC_ERR_UNSUPPORTED if needs_values is not 0 and the layer holds keys alone. */
+ * KVC_ERR_UNSUPPORTED if needs_values is KVC_NEEDS_VALUES and the layer holds keys alone. */
 kvc_status kvc_check_attention(const kvc_batch *batch, int32_t layer, int needs_values);
 
 /* Returns KVC_ERR_INVALID if the layer has no rows of its own. */

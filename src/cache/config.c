@@ -43,7 +43,7 @@ static kvc_status check_value_in_key(const kvc_layer *layer, int32_t index) {
         return kvc_fail(KVC_ERR_INVALID,
                         "layers[%d].v_transform is %d: values that lie in the keys have k_transform, %d", index,
                         layer->v_transform, layer->k_transform);
-    const int32_t order = kvc_mixing_of(layer, 0).order;
+    const int32_t order = kvc_mixing_of(layer, KVC_KEYS).order;
     if (order && layer->v_dim % order)
         return kvc_fail(KVC_ERR_INVALID,
                         "layers[%d].v_dim is %d: values that lie in transformed keys of %d elements must be a multiple "

@@ -196,7 +196,7 @@ void kvc_table_insert(kvc_table *table, kvc_sequence *sequence) {
 
 void kvc_table_remove(kvc_table *table, kvc_sequence *sequence) {
     kvc_sorted_remove(set_of(table, sequence), &sequence->links[KVC_BY_ID]);
-    kvc_table_list(table, sequence, 0);
+    kvc_table_list(table, sequence, /* is_fixed */ 0);
 }
 
 /* Returns whether a sequence comes behind another in the table: hidden ones behind the others. */
@@ -214,28 +214,30 @@ void kvc_table_list(kvc_table *table, kvc_sequence *sequence, int32_t is_fixed) 
         kvc_sorted_remove(&table->fixed, &sequence->links[KVC_BY_USE]);
 }
 
-kvc_sequence *kvc_table_first_fixed(const kvc_table *table) { return kvc_sequence_end(&table->fixed, KVC_BY_USE, 0); }
+kvc_sequence *kvc_table_first_fixed(const kvc_table *table) {
+    return kvc_sequence_end(&table->fixed, KVC_BY_USE, KVC_LOW);
+}
 
 kvc_sequence *kvc_table_next_fixed(const kvc_sequence *sequence) {
-    return kvc_sequence_beside(sequence, KVC_BY_USE, 1);
+    return kvc_sequence_beside(sequence, KVC_BY_USE, KVC_HIGH);
 }
 
 kvc_sequence *kvc_table_first(const kvc_table *table) {
-    kvc_sequence *first = kvc_sequence_end(&table->named, KVC_BY_ID, 0);
-    return first ? first : kvc_sequence_end(&table->hidden, KVC_BY_ID, 0);
+    kvc_sequence *first = kvc_sequence_end(&table->named, KVC_BY_ID, KVC_LOW);
+    return first ? first : kvc_sequence_end(&table->hidden, KVC_BY_ID, KVC_LOW);
 }
 
 kvc_sequence *kvc_table_next(const kvc_table *table, const kvc_sequence *sequence) {
-    kvc_sequence *next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
-    return next || sequence->is_hidden ? next : kvc_sequence_end(&table->hidden, KVC_BY_ID, 0);
+    kvc_sequence *next = kvc_sequence_beside(sequence, KVC_BY_ID, KVC_HIGH);
+    return next || sequence->is_hidden ? next : kvc_sequence_end(&table->hidden, KVC_BY_ID, KVC_LOW);
 }
 
 kvc_sequence *kvc_table_last(const kvc_table *table) {
-    kvc_sequence *last = kvc_sequence_end(&table->hidden, KVC_BY_ID, 1);
-    return last ? last : kvc_sequence_end(&table->named, KVC_BY_ID, 1);
+    kvc_sequence *last = kvc_sequence_end(&table->hidden, KVC_BY_ID, KVC_HIGH);
+    return last ? last : kvc_sequence_end(&table->named, KVC_BY_ID, KVC_HIGH);
 }
 
 kvc_sequence *kvc_table_before(const kvc_table *table, const kvc_sequence *sequence) {
-    kvc_sequence *before = kvc_sequence_beside(sequence, KVC_BY_ID, 0);
-    return before || !sequence->is_hidden ? before : kvc_sequence_end(&table->named, KVC_BY_ID, 1);
+    kvc_sequence *before = kvc_sequence_beside(sequence, KVC_BY_ID, KVC_LOW);
+    return before || !sequence->is_hidden ? before : kvc_sequence_end(&table->named, KVC_BY_ID, KVC_HIGH);
 }

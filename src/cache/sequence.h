@@ -131,8 +131,8 @@ void kvc_sequence_note_cut(kvc_sequence *sequence, int32_t length, int32_t next_
 /* Inserts a sequence into a set by a key. */
 void kvc_sequence_sort(kvc_sorted *sorted, kvc_sequence *sequence, kvc_key by);
 
-/* Return the first sequence of a set (side 0) or the last one (side 1), and the next one by falling key (side 0) or
- * rising key (side 1); NULL at the end. */
+/* Return the first sequence of a set (KVC_LOW) or the last one (KVC_HIGH), and the next one by falling key (KVC_LOW) or
+ * rising key (KVC_HIGH); NULL at the end. */
 kvc_sequence *kvc_sequence_end(const kvc_sorted *sorted, kvc_key by, int side);
 kvc_sequence *kvc_sequence_beside(const kvc_sequence *sequence, kvc_key by, int side);
 

@@ -82,7 +82,7 @@ static void wake(kvc_pool *pool, kvc_block *block, int all) {
 }
 
 /* Called when slots of a block have come to be held by evictable sequences alone. */
-static void freed(kvc_pool *pool, kvc_block *block) { wake(pool, block, 0); }
+static void freed(kvc_pool *pool, kvc_block *block) { wake(pool, block, /* all */ 0); }
 
 void kvc_useful_init(kvc_pool *pool) { pool->evicting.freed = freed; }
 
@@ -147,5 +147,5 @@ int kvc_useful_check(kvc_pool *pool, kvc_sequence *sequence) {
 void kvc_useful_beside(void *context, const kvc_run *part) {
     kvc_pool *pool = context;
     part->block->evicting.choice = pool->evicting.num_choices;
-    wake(pool, part->block, 1);
+    wake(pool, part->block, /* all */ 1);
 }

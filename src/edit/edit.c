@@ -133,7 +133,7 @@ static void visit_replaced(const kvc_need *need, int32_t g, kvc_part_fn *visit, 
 /* Checks the capacity, where rows are copied. */
 static kvc_status check_slots(const kvc_need *need, int32_t g) {
     const kvc_rewrites *rewrites = need->context;
-    return rewrites->of_group[g].num_copied ? kvc_rewrites_check(need, g, 0) : KVC_OK;
+    return rewrites->of_group[g].num_copied ? kvc_rewrites_check(need, g, /* staying */ 0) : KVC_OK;
 }
 
 /* Copies rows to their new slots on the copiers, perhaps by the caller's function, without the mutex. */
@@ -258,7 +258,7 @@ kvc_status kvc_truncate(kvc_cache *cache, int64_t seq_id, int32_t length) {
     kvc_status status = kvc_check_position(length, "length");
     if (status != KVC_OK) return status;
     kvc_lock(cache);
-    do status = remove_range(cache, seq_id, length, KVC_END, 0);
+    do status = remove_range(cache, seq_id, length, KVC_END, /* shift */ 0);
     while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     return kvc_unlock(cache, status);
 }
@@ -435,12 +435,12 @@ static kvc_status clear_all_but(kvc_cache *cache, const kvc_sequence *except) {
          sequence = kvc_table_next(table, sequence))
         if (sequence != except) KVC_TRY(kvc_check_idle(sequence));
     const int64_t first_new = cache->sequences.next_hidden_id; /* blocks that others keep meanwhile stay */
-    for (kvc_sequence *sequence, *next = kvc_sequence_end(&table->named, KVC_BY_ID, 0); (sequence = next);) {
-        next = kvc_sequence_beside(sequence, KVC_BY_ID, 1);
+    for (kvc_sequence *sequence, *next = kvc_sequence_end(&table->named, KVC_BY_ID, KVC_LOW); (sequence = next);) {
+        next = kvc_sequence_beside(sequence, KVC_BY_ID, KVC_HIGH);
         if (sequence != except) kvc_cache_drop(cache, sequence);
     }
     kvc_sequence *first;
-    for (int i = 1; (first = kvc_sequence_end(hidden, KVC_BY_ID, 0)) && first->id < first_new; i++) {
+    for (int i = 1; (first = kvc_sequence_end(hidden, KVC_BY_ID, KVC_LOW)) && first->id < first_new; i++) {
         kvc_cache_drop(cache, first);
         if (i % AT_ONCE == 0) kvc_cache_give_way(cache);
     }
@@ -457,7 +457,7 @@ static kvc_status clear_all(kvc_cache *cache, const int64_t *except_id) {
     return kvc_unlock(cache, status);
 }
 
-kvc_status kvc_clear(kvc_cache *cache) { return clear_all(cache, NULL); }
+kvc_status kvc_clear(kvc_cache *cache) { return clear_all(cache, /* except_id */ NULL); }
 
 kvc_status kvc_keep(kvc_cache *cache, int64_t seq_id) { return clear_all(cache, &seq_id); }
 

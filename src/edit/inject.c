@@ -94,7 +94,7 @@ static void rotate_keys_back(const injection *x, kvc_rotator *rotator, const kvc
     const kvc_rows_in *in = x->in;
     const kvc_layer *config = &x->cache->layers[x->layer];
     const kvc_layout *at = &x->cache->layouts[x->cache->layout_of[x->layer]];
-    const kvc_rows to = kvc_stored_rows(config, at, part->block->rows, part->slot, 0),
+    const kvc_rows to = kvc_stored_rows(config, at, part->block->rows, part->slot, KVC_KEYS),
                    given = kvc_given_rows(in->k_type, in->k, in->k_row_stride, in->k_head_stride, config->k_dim),
                    from = kvc_row_of(&given, part->position - x->begin, 0);
     kvc_rotator_rotate(rotator, rope, -part->delta, &to, &from, part->count, config);
@@ -108,7 +108,7 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
     const kvc_layout *at = &cache->layouts[cache->layout_of[x->layer]];
     const kvc_rope *rope = part->delta ? kvc_rope_of(cache, x->layer) : NULL;
     const int64_t row = part->position - x->begin;
-    const kvc_rows keys = kvc_stored_rows(config, at, part->block->rows, part->slot, 0),
+    const kvc_rows keys = kvc_stored_rows(config, at, part->block->rows, part->slot, KVC_KEYS),
                    given_keys = kvc_given_rows(in->k_type, (const char *)in->k + row * in->k_row_stride,
                                                in->k_row_stride, in->k_head_stride, config->k_dim);
     if (rope)
@@ -117,7 +117,7 @@ static void write_part(const injection *x, kvc_rotator *rotator, const kvc_run *
         kvc_copy_rows(cache->kernels, config, 0, &keys, &given_keys, part->count);
     kvc_sketch_rows(cache->kernels, config, at, part->block->rows, part->slot, part->count);
     if (!in->v) return;
-    const kvc_rows values = kvc_stored_rows(config, at, part->block->rows, part->slot, 1),
+    const kvc_rows values = kvc_stored_rows(config, at, part->block->rows, part->slot, KVC_VALUES),
                    given_values = kvc_given_rows(in->v_type, (const char *)in->v + row * in->v_row_stride,
                                                  in->v_row_stride, in->v_head_stride, config->v_dim);
     kvc_copy_rows(cache->kernels, config, 1, &values, &given_values, part->count);
@@ -163,7 +163,7 @@ static kvc_status get_memory(injection *x, const kvc_run_list *list) {
     x->low = list->min_position > x->begin ? list->min_position : x->begin;
     x->high = list->max_position < x->end ? list->max_position + 1 : x->end;
     if (x->high < x->low || !list->num) x->high = x->low;
-    x->num_rows = kvc_runs_visit(list, x->begin, x->end, NULL, NULL);
+    x->num_rows = kvc_runs_visit(list, x->begin, x->end, /* only count */ NULL, NULL);
     x->copiers.floats = kvc_rotator_floats(x->cache->layers[x->layer].k_dim);
     x->found = kvc_memory_alloc(memory, found_bytes(x), KVC_MEMORY_SCRATCH, -1);
     if (x->num_rows)
@@ -210,7 +210,7 @@ static kvc_status remake(injection *x, kvc_scope scope) {
     kvc_rewrite_discard(x->cache, x->group, &x->rewrite);
     visit_victims(x, try_drop, &slots);
     const kvc_status status = kvc_rewrite_make(x->cache, x->group, &x->sequence->runs[x->group], &change, &x->rewrite);
-    visit_victims(x, undo_try_drop, NULL);
+    visit_victims(x, undo_try_drop, /* context */ NULL);
     return status;
 }
 

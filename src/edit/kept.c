@@ -392,7 +392,7 @@ kvc_status kvc_attach_pieces(kvc_cache *cache, const kvc_piece *items, int32_t n
         sequence->exact_to = kvc_lower(sequence->exact_to, kvc_below(items[i].rows->exact_to, matched));
     }
     if (status == KVC_OK)
-        kvc_cache_insert(cache, sequence, NULL);
+        kvc_cache_insert(cache, sequence, /* old */ NULL);
     else if (sequence)
         kvc_sequence_free(sequence, &cache->memory, cache->pools);
     return status;

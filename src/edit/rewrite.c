@@ -93,20 +93,20 @@ static void walk_rows(walk *w, const kvc_run_list *list) {
         const kvc_run below = kvc_run_part(run, 0, change->begin),
                       above = kvc_run_part(run, change->moved_end, INT32_MAX);
         kvc_run rest = kvc_run_part(run, change->end, change->moved_end);
-        if (below.count) add_part(w, &below, 0, 0);
+        if (below.count) add_part(w, &below, /* changes */ 0, /* copied */ 0);
         kvc_run dropped = kvc_run_part(run, change->begin, change->end);
         for (kvc_run stays; change->listed && (stays = kvc_listed_next(change->listed, &next, &dropped)).count;)
-            add_part(w, &stays, 0, 0);
+            add_part(w, &stays, /* changes */ 0, /* copied */ 0);
         while (rest.count) {
             int copied;
             kvc_run part = rest;
             part.count = count_alike(change, &rest, &copied);
-            add_part(w, &part, 1, copied);
+            add_part(w, &part, /* changes */ 1, copied);
             rest.slot += part.count;
             rest.position += part.count;
             rest.count -= part.count;
         }
-        if (above.count) add_part(w, &above, 0, 0);
+        if (above.count) add_part(w, &above, /* changes */ 0, /* copied */ 0);
     }
 }
 
@@ -261,9 +261,9 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
         if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
         const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
         const kvc_layer *config = &cache->layers[layer];
-        const kvc_rows keys = kvc_stored_rows(config, at, block->rows, slot, 0);
+        const kvc_rows keys = kvc_stored_rows(config, at, block->rows, slot, KVC_KEYS);
         kvc_rotator_rotate(rotator, rope, delta, &keys, &keys, 1, config);
-        kvc_sketch_rows(cache->kernels, config, at, block->rows, slot, 1);
+        kvc_sketch_rows(cache->kernels, config, at, block->rows, slot, /* count */ 1);
     }
 }
 
@@ -319,8 +319,8 @@ static void convert_piece(void *context, int64_t i) {
     const piece *p = &m->pieces[i];
     const kvc_kernels *kernels = m->cache->kernels;
     const int32_t dim = m->layer->k_dim;
-    const kvc_mixing mixing = kvc_mixing_of(m->layer, 0);
-    const kvc_rows stored = kvc_stored_rows(m->layer, m->at, p->copy->to->rows, p->copy->to_slot + p->first, 0);
+    const kvc_mixing mixing = kvc_mixing_of(m->layer, KVC_KEYS);
+    const kvc_rows stored = kvc_stored_rows(m->layer, m->at, p->copy->to->rows, p->copy->to_slot + p->first, KVC_KEYS);
     const int64_t stride = dim * (int64_t)sizeof(float);
     for (int32_t h = 0; h < m->at->num_kv_heads; h++) {
         const kvc_rows of_head = kvc_row_of(&stored, 0, h);

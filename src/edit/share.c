@@ -37,7 +37,8 @@ static kvc_status share_group(kvc_cache *cache, const sharing *s, int32_t g, kvc
     if (is_cross && list->num) return KVC_OK; /* dst keeps its own rows of an encoder */
     kvc_status status = kvc_runs_sort(list, &cache->memory, &held);
     if (status != KVC_OK) return status;
-    const int32_t num = list->num ? kvc_runs_visit_missing(&held, from, begin, end, NULL, NULL) : from->num;
+    const int32_t num =
+        list->num ? kvc_runs_visit_missing(&held, from, begin, end, /* only count */ NULL, NULL) : from->num;
     status = kvc_runs_reserve(to, &cache->memory, num);
     if (status == KVC_OK) {
         kvc_runs_visit_missing(&held, from, begin, end, kvc_hold_part, to);
@@ -147,7 +148,7 @@ static kvc_status add_rows(kvc_cache *cache, const sharing *s, int64_t dst_id) {
     kvc_sequence *sharer = new_sharer(cache, s, dst_id);
     if (!sharer) return kvc_fail_sequence(dst_id);
     if (s->dst) return join(cache, s->dst, sharer, s->begin);
-    kvc_cache_insert(cache, sharer, NULL);
+    kvc_cache_insert(cache, sharer, /* old */ NULL);
     return KVC_OK;
 }
 

@@ -88,7 +88,7 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
         const float *acc = a->acc + (ptrdiff_t)r * a->acc_stride + d;
         UNROLL
         for (int i = 0; i < num_vecs; i++) sums[r * num_vecs + i] = v_mul(v_load(acc + i * LANES), v_set(a->factor[r]));
-        reorder_sums(type, num_vecs, sums + r * num_vecs, 0);
+        reorder_sums(type, num_vecs, sums + r * num_vecs, /* is_back */ 0);
     }
     const char *row = (const char *)a->pieces->rows + bytes_of(type, d);
     for (int j = 0; j < a->n; j++, row += a->row_stride) {
@@ -99,7 +99,7 @@ INLINE void accumulate_block(int type, int num_q, int num_vecs, accumulate_args 
     }
     UNROLL
     for (int r = 0; r < num_q; r++) {
-        reorder_sums(type, num_vecs, sums + r * num_vecs, 1);
+        reorder_sums(type, num_vecs, sums + r * num_vecs, /* is_back */ 1);
         UNROLL
         for (int i = 0; i < num_vecs; i++)
             v_store(a->acc + (ptrdiff_t)r * a->acc_stride + d + i * LANES, sums[r * num_vecs + i]);

@@ -170,7 +170,7 @@ INLINE void multiply_values(int has_fifth_bits, int num_q, ivec (*to)[2], accumu
                 stride = COPY_STRIDE;
             }
             prefetch_step(&next, QUAD_LINES);
-            unpack_quad(has_fifth_bits, x, i_load_quad(p, stride, 1), levels,
+            unpack_quad(has_fifth_bits, x, i_load_quad(p, stride, /* swaps */ 1), levels,
                         has_fifth_bits ? i_set_16_bytes(b->fifth_bits + j) : i_zero());
             multiply_quad(num_q, sums, x, w);
             p += QUAD * stride;

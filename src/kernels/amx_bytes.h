@@ -52,7 +52,7 @@ TARGET void kvc_pack_byte_values_amx(void *panel, const void *rows, int64_t row_
         for (int d = 0; d < dim; d += LANES) {
             char *const tile = byte_tile(panel, d / LANES * VALUE_TILES + (first + j) / TILE_STEPS);
             i_store(tile + (first + j) % TILE_STEPS / 4 * TILE_BYTES,
-                    i_load_quad((const char *)row_at(rows, row_stride, j) + d, row_stride, 0));
+                    i_load_quad((const char *)row_at(rows, row_stride, j) + d, row_stride, /* swaps */ 0));
         }
 }
 

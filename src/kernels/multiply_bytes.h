@@ -83,7 +83,7 @@ INLINE void pack_value_words(char *panel, const char *rows, int64_t row_stride, 
     for (int j = 0; j < n; j += FOUR_BYTES, rows += FOUR_BYTES * row_stride, panel += FOUR_BYTES * dim)
         for (int d = 0; d < dim; d += LANES)
             i_store(panel + d * FOUR_BYTES,
-                    i_xor(i_load_quad(rows + d, row_stride, 0), i_set_32(SHIFTS_VALUES ? SHIFT_BYTES : 0)));
+                    i_xor(i_load_quad(rows + d, row_stride, /* swaps */ 0), i_set_32(SHIFTS_VALUES ? SHIFT_BYTES : 0)));
 }
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */

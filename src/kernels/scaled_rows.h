@@ -129,18 +129,19 @@ INLINE void pack_key_bytes(int type, char *to, const char *block, ptrdiff_t stri
 INLINE void load_values(int type, ivec bytes[2], const char *block, ptrdiff_t stride) {
     ivec high[2] = {i_zero(), i_zero()};
     if (type == KVC_INT8) {
-        shift_codes(type, bytes, i_load_quad(block, stride, 0), high);
-        shift_codes(type, bytes + 1, i_load_quad(block + PIECE_BYTES, stride, 0), high);
+        shift_codes(type, bytes, i_load_quad(block, stride, /* swaps */ 0), high);
+        shift_codes(type, bytes + 1, i_load_quad(block + PIECE_BYTES, stride, /* swaps */ 0), high);
     } else {
         if (stored_as(type) == KVC_INT6) {
             /* Lanes 0 to 7 of what is loaded have bits of columns j, j + 8, j + 16 and j + 24. */
-            const ivec bits = i_load_quad(block, stride, 0),
+            const ivec bits = i_load_quad(block, stride, /* swaps */ 0),
                        twice = _mm512_shuffle_i64x2(bits, bits, _MM_SHUFFLE(1, 0, 1, 0));
             const ivec by = _mm512_inserti64x4(i_zero(), _mm256_set1_epi32(2), 1);
             high[0] = _mm512_srlv_epi32(twice, by);
             high[1] = _mm512_srli_epi32(high[0], 4);
         }
-        shift_codes(type, bytes, i_load_quad(block + block_bytes(stored_as(type)) - PIECE_BYTES, stride, 0), high);
+        shift_codes(type, bytes, i_load_quad(block + block_bytes(stored_as(type)) - PIECE_BYTES, stride, /* swaps */ 0),
+                    high);
     }
 }
 
@@ -538,7 +539,7 @@ INLINE void accumulate_scaled_panels(float *acc, int acc_stride, const float *we
         some = scaled_at_once(m);
         round_scaled_weights(some, w, weights, lda, n);
         for (int d = 0; d < dim; d += KVC_QUANT_ELEMENTS, panel += num_quads * PANEL_BYTES)
-            accumulate_panel_for_queries(some, acc + d, acc_stride, ONES, w, panel, num_quads, &next, 0);
+            accumulate_panel_for_queries(some, acc + d, acc_stride, ONES, w, panel, num_quads, &next, /* apart */ 0);
     }
     prefetch_rest(&next);
 }

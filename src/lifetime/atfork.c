@@ -92,7 +92,7 @@ static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
     for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {
         next = put->next;
-        if (!kvc_thread_is_self(put->thread)) kvc_cross_put_end(batch, put, 0);
+        if (!kvc_thread_is_self(put->thread)) kvc_cross_put_end(batch, put, /* all */ 0);
     }
 }
 

@@ -82,7 +82,7 @@ kvc_status kvc_blocks(kvc_cache *cache, int32_t layer, kvc_block_info *blocks, s
     const kvc_pool *pool = &cache->pools[g];
     kvc_lock(cache);
     for (const kvc_block *block = pool->first; block; block = block->listed.later) add_block(&block_list, pool, block);
-    kvc_visit_runs(cache, g, add_runs, &run_list, 0); /* without sequences that are being loaded */
+    kvc_visit_runs(cache, g, add_runs, &run_list, /* loaded */ 0);
     *num_blocks = block_list.num;
     *num_runs = run_list.num;
     return kvc_unlock(cache, KVC_OK);

@@ -101,7 +101,7 @@ static kvc_status read_tables(loading *l) {
     KVC_TRY(read_bytes(l, tables + sizeof counts, l->tables_bytes - sizeof counts));
     kvc_format *f = &l->state.format;
     kvc_format_place(f, tables);
-    const uint64_t seed = kvc_hash(l->header, (size_t)l->header_bytes, 0);
+    const uint64_t seed = kvc_hash(l->header, (size_t)l->header_bytes, /* seed */ 0);
     if (kvc_hash(tables, (size_t)((char *)f->checksum - tables), seed) != *f->checksum)
         return kvc_fail(KVC_ERR_FORMAT, "altered: its header and tables do not match their checksum");
     return check_zeros((const char *)(f->checksum + 1), tables + l->tables_bytes, "checksum.padding");
@@ -350,6 +350,6 @@ kvc_status kvc_restore(kvc_cache *cache, const kvc_load_args *given) {
     kvc_status status = read_beginning(&l);
     if (status == KVC_OK) status = kvc_match_layers(&l.saved, &own);
     if (status == KVC_OK) status = load_rows(&l);
-    end_loading(&l, 1);
+    end_loading(&l, /* keeps_cache */ 1);
     return status;
 }

@@ -227,7 +227,7 @@ static kvc_status make_header(saving *s) {
     kvc_format *f = &s->state.format;
     snprintf(f->library, sizeof f->library, "%d.%d.%d", KVC_VERSION_MAJOR, KVC_VERSION_MINOR, KVC_VERSION_PATCH);
     snprintf(f->fingerprint, sizeof f->fingerprint, "%s", s->args.fingerprint ? s->args.fingerprint : "");
-    s->header_bytes = kvc_format_header(f, NULL, 0);
+    s->header_bytes = kvc_format_header(f, /* only measure */ NULL, 0);
     if (s->header_bytes - 8 > KVC_MOST_HEADER)
         return kvc_fail(KVC_ERR_UNSUPPORTED, "a header of %llu bytes for %d layers: at most %d can be read",
                         (unsigned long long)s->header_bytes, s->cache->num_layers, KVC_MOST_HEADER);
@@ -237,7 +237,7 @@ static kvc_status make_header(saving *s) {
     s->window = kvc_state_alloc(&s->state, s->window_bytes);
     if (!s->header || !s->checksums || !s->window) return KVC_ERR_NOMEM;
     kvc_format_header(f, s->header, s->header_bytes);
-    const uint64_t seed = kvc_hash(s->header, (size_t)s->header_bytes, 0);
+    const uint64_t seed = kvc_hash(s->header, (size_t)s->header_bytes, /* seed */ 0);
     *f->checksum = kvc_hash(s->tables, (size_t)((char *)f->checksum - s->tables), seed);
     return KVC_OK;
 }

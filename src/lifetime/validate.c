@@ -143,11 +143,11 @@ static void remove_holds(void *by, const kvc_run *runs, int32_t num, const kvc_s
 static kvc_status check_holders(const kvc_cache *cache, int32_t g) {
     const kvc_pool *pool = &cache->pools[g];
     int32_t bad = -1;
-    kvc_visit_runs(cache, g, remove_holds, &(uint32_t){1}, 1);
+    kvc_visit_runs(cache, g, remove_holds, &(uint32_t){1}, /* loaded */ 1);
     for (const kvc_block *block = pool->first; block; block = block->listed.later)
         for (int32_t s = 0; s < block->fill; s++)
             if (block->holders[s].num || block->holders[s].evictable) bad = block->listed.index;
-    kvc_visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, 1);
+    kvc_visit_runs(cache, g, remove_holds, &(uint32_t){(uint32_t)-1}, /* loaded */ 1);
     REQUIRE(bad < 0, "group %d, block %d: the holders of a slot are not the runs there are", g, bad);
     return KVC_OK;
 }
@@ -159,7 +159,8 @@ static kvc_status check_expired(const kvc_cache *cache, const kvc_sequence *sequ
         const int32_t last = kvc_sequence_last(sequence), low = kvc_min_query_position(sequence) - 1;
         const int32_t behind = low < last ? low : last; /* no query of it will come below this */
         const kvc_interval gone = kvc_policy_expired(policy, behind > 0 ? behind : 0);
-        REQUIRE(!kvc_policy_expires(policy) || !kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL),
+        REQUIRE(!kvc_policy_expires(policy) ||
+                    !kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, /* only count */ NULL, NULL),
                 "group %d, sequence %lld: rows are to expire, and no batch will look for them", g,
                 (long long)sequence->id);
     }
@@ -222,9 +223,9 @@ static kvc_status check_notes(const kvc_cache *cache) {
     REQUIRE(num_kept == cache->evicting.num_kept && num_protected == cache->evicting.num_protected &&
                 num_pinned == cache->evicting.num_pinned,
             "the kept sequences are not those of the table");
-    for (const kvc_sequence *s = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, 0), *next; s;
+    for (const kvc_sequence *s = kvc_sequence_end(&cache->evicting.evictable, KVC_BY_USE, KVC_LOW), *next; s;
          s = next, num_evictable--) {
-        next = kvc_sequence_beside(s, KVC_BY_USE, 1);
+        next = kvc_sequence_beside(s, KVC_BY_USE, KVC_HIGH);
         REQUIRE(s->evicting.is_evictable && (!next || next->evicting.used > s->evicting.used),
                 "evictable sequences are out of order");
     }

@@ -158,7 +158,8 @@ kvc_status kvc_begin_with(kvc_cache *cache, const kvc_begin_args *given, kvc_bat
     kvc_status status;
     do {
         kvc_wait_for_writers(cache, args.num_tokens, args.seq_ids);
-        status = kvc_may_begin(cache, NULL) ? begin(cache, &args, out) : kvc_fail_busy(cache, NULL);
+        status = kvc_may_begin(cache, /* waiter */ NULL) ? begin(cache, &args, out)
+                                                         : kvc_fail_busy(cache, /* waiter */ NULL);
     } while (status == KVC_ERR_FULL && kvc_cache_wait_copies(cache));
     return kvc_unlock(cache, status);
 }

@@ -107,7 +107,7 @@ static int64_t count_rows(const kvc_batch *batch, int32_t g) {
 
 int64_t kvc_count_group(const kvc_batch *batch, int32_t g, kvc_scope scope) {
     kvc_pool *pool = &batch->cache->pools[g];
-    kvc_preview preview = kvc_preview_open(batch->cache, g, scope, 1);
+    kvc_preview preview = kvc_preview_open(batch->cache, g, scope, /* expires */ 1);
     const kvc_tally tally = kvc_preview_tally(&preview);
     const int64_t before = batch->is_packed ? kvc_packed_blocks(pool, &tally, 0) : tally.used.blocks,
                   more = batch->goes_anywhere ? kvc_packed_blocks(pool, &tally, count_rows(batch, g)) - before

@@ -208,7 +208,7 @@ static void forget_plans(const kvc_batch *batch) {
 
 /* Plans to move the rows of a group together, unless nothing is to be gained. */
 static kvc_status plan_compaction(kvc_cache *cache, int32_t g) {
-    kvc_preview preview = kvc_preview_open(cache, g, KVC_NOW, 1);
+    kvc_preview preview = kvc_preview_open(cache, g, KVC_NOW, /* expires */ 1);
     const kvc_tally tally = kvc_preview_tally(&preview);
     const kvc_status status = kvc_compaction_plan(cache, g, &tally);
     kvc_preview_close(&preview);
@@ -344,14 +344,14 @@ static kvc_status reserve_blocks(const kvc_batch *batch) {
 
 kvc_status kvc_prepare(kvc_batch *batch) {
     KVC_TRY(kvc_fit(batch));
-    KVC_TRY(plan(batch, 1));
+    KVC_TRY(plan(batch, /* may_take */ 1));
     kvc_status status = reserve_blocks(batch);
     if (status != KVC_ERR_NOMEM) return status;
     /* There is no memory for new blocks: lets kept sequences go until the free blocks suffice, and plans anew. */
     forget_plans(batch);
     set_packed(batch, batch->is_packed);
     KVC_TRY(kvc_choose_for_free_blocks(kvc_need_of(batch)));
-    return plan(batch, 0);
+    return plan(batch, /* may_take */ 0);
 }
 
 void kvc_discard_batch(kvc_batch *batch) {

@@ -65,14 +65,14 @@ static void put_rows(const put_work *work, int32_t i, int32_t row, int32_t count
     const kvc_place place = place_of(work, i);
     const kvc_kernels *kernels = work->cache->kernels;
     const int64_t k_from = offset_of(work, i, row, a->k_token_stride, a->k_batch_stride);
-    const kvc_rows keys = kvc_stored_rows(layer, at, place.block->rows, place.slot, 0),
+    const kvc_rows keys = kvc_stored_rows(layer, at, place.block->rows, place.slot, KVC_KEYS),
                    given_keys = kvc_given_rows(a->k_type, (const char *)a->k + k_from, a->k_token_stride,
                                                a->k_head_stride, layer->k_dim);
     kvc_copy_rows(kernels, layer, 0, &keys, &given_keys, count);
     if (at->sketch_bytes) kvc_sketch_rows(kernels, layer, at, place.block->rows, place.slot, count);
     if (!a->v) return;
     const int64_t v_from = offset_of(work, i, row, a->v_token_stride, a->v_batch_stride);
-    const kvc_rows values = kvc_stored_rows(layer, at, place.block->rows, place.slot, 1),
+    const kvc_rows values = kvc_stored_rows(layer, at, place.block->rows, place.slot, KVC_VALUES),
                    given_values = kvc_given_rows(a->v_type, (const char *)a->v + v_from, a->v_token_stride,
                                                  a->v_head_stride, layer->v_dim);
     kvc_copy_rows(kernels, layer, 1, &values, &given_values, count);
@@ -240,7 +240,7 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
     put->run = (kvc_run){block, kvc_pool_take(pool, block, count), count, 0, 0};
     batch->cross_puts = *out = put;
     status = kvc_check_room(need); /* victims are evicted once the rows are there */
-    if (status != KVC_OK) kvc_cross_put_end(batch, put, 0);
+    if (status != KVC_OK) kvc_cross_put_end(batch, put, /* all */ 0);
     return status;
 }
 
@@ -282,7 +282,7 @@ kvc_status kvc_put_rows(kvc_batch *batch, int32_t layer, const kvc_put_args *arg
     work.places = places_in(batch, layer, 0);
     work.has_gaps = cache->pools[g].stride > 1;
     const kvc_status status = put_all(&work);
-    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, 1);
+    if (status == KVC_OK) kvc_mark_written(batch, layer, args->first, args->num_tokens, /* is_written */ 1);
     return status;
 }
 
@@ -342,13 +342,13 @@ static void sketch_written(const kvc_batch *batch, int32_t layer, int32_t first,
     const kvc_place *place = places_in(batch, layer, first);
     for (int32_t i = 0; i < num_tokens; i++)
         kvc_sketch_rows(cache->kernels, &cache->layers[layer], &cache->layouts[cache->layout_of[layer]],
-                        place[i].block->rows, place[i].slot, 1);
+                        place[i].block->rows, place[i].slot, /* count */ 1);
 }
 
 kvc_status kvc_written(kvc_batch *batch, int32_t layer, int32_t first, int32_t num_tokens) {
     KVC_TRY(resolve_in_place(batch, layer, first, &num_tokens));
     KVC_TRY(check_not_written(batch, layer, first, num_tokens));
     if (batch->cache->layers[layer].sketch_bits) sketch_written(batch, layer, first, num_tokens);
-    kvc_mark_written(batch, layer, first, num_tokens, 1);
+    kvc_mark_written(batch, layer, first, num_tokens, /* is_written */ 1);
     return KVC_OK;
 }

@@ -143,7 +143,7 @@ int kvc_checkpoints_put(kvc_checkpoints *all, kvc_node *node, kvc_checkpoint *ch
     sort(all, checkpoint);
     kvc_checkpoint_use(all->cache, checkpoint, 1);
     while (all->most_bytes && all->num_bytes > all->most_bytes) {
-        kvc_checkpoint *oldest = (void *)kvc_sorted_end(&all->unpinned, 0);
+        kvc_checkpoint *oldest = (void *)kvc_sorted_end(&all->unpinned, KVC_LOW);
         kvc_checkpoints_drop(all, oldest->node);
     }
     return 1;

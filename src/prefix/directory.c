@@ -63,7 +63,7 @@ static kvc_status lock_usage(const directory *d, kvc_folder folder, kvc_own_file
     const int64_t deadline = kvc_now() + LOCK_WAIT;
     for (;;) {
         kvc_file_info found;
-        if (!kvc_own_file_open(usage, folder, USAGE, 0)) return fail_for(d, "open", USAGE);
+        if (!kvc_own_file_open(usage, folder, USAGE, /* is_new */ 0)) return fail_for(d, "open", USAGE);
         const kvc_status status = wait_for_lock(d, usage, deadline);
         if (status == KVC_OK && kvc_file_ask(usage->file, &found) && found.num_names) return KVC_OK;
         kvc_own_file_close(usage); /* or somebody has removed the file meanwhile, and others lock the next one */
@@ -257,7 +257,7 @@ static kvc_status make_temporary(const directory *d, kvc_folder folder, kvc_own_
         kvc_file_info found;
         snprintf(name, NAME, "%016llx%016llx.tmp",
                  (unsigned long long)kvc_process_number() << 32 ^ (uintptr_t)temporary, (unsigned long long)kvc_now());
-        if (!kvc_own_file_open(temporary, folder, name, 1)) {
+        if (!kvc_own_file_open(temporary, folder, name, /* is_new */ 1)) {
             if (errno == EEXIST) continue;
             return fail_for(d, "make", name);
         }

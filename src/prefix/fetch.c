@@ -63,8 +63,8 @@ static int shows_in(const kvc_node *node, int32_t g) {
     const int32_t sinks = kvc_policy_sinks(policy), lowest = kvc_policy_lowest(policy, node->end);
     const int32_t hidden = sinks > node->begin ? sinks : node->begin; /* tokens from here up to `lowest` are not seen */
     if (hidden >= lowest) return list->num_rows == kvc_node_rows(node, g);
-    return kvc_runs_visit(list, node->begin, hidden, NULL, NULL) == hidden - node->begin &&
-           kvc_runs_visit(list, lowest, node->end, NULL, NULL) == node->end - lowest;
+    return kvc_runs_visit(list, node->begin, hidden, /* only count */ NULL, NULL) == hidden - node->begin &&
+           kvc_runs_visit(list, lowest, node->end, /* only count */ NULL, NULL) == node->end - lowest;
 }
 
 /* Returns whether it has them in all groups. */

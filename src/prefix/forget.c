@@ -41,14 +41,14 @@ static kvc_node *if_found(const walk *w, kvc_node *child) { return child && comm
 
 /* Return the first child of the walk's node that is found, and its next sibling that is; NULL: none is. */
 static kvc_node *first_below(const walk *w) {
-    if (w->top) return kvc_node_end(w->node, 0);
+    if (w->top) return kvc_node_end(w->node, KVC_LOW);
     if (common_with(w, w->node) < w->node->end - w->node->begin) return NULL;
     const kvc_token_span next = kvc_tokens_part(w->tokens, w->node->end, (int64_t)w->node->end + 1);
     return if_found(w, kvc_node_among(w->node, &next).behind);
 }
 
 static kvc_node *next_beside(const walk *w) {
-    kvc_node *next = kvc_node_beside(w->node, 1);
+    kvc_node *next = kvc_node_beside(w->node, KVC_HIGH);
     return w->top && w->top != w->node ? next : if_found(w, next);
 }
 

@@ -51,7 +51,7 @@ kvc_node *kvc_index_find(const kvc_sorted *index, uint64_t hash) {
 }
 
 kvc_node *kvc_index_next(const kvc_node *node) {
-    kvc_node *next = at(kvc_sorted_beside(&node->named.same, 1));
+    kvc_node *next = at(kvc_sorted_beside(&node->named.same, KVC_HIGH));
     return next && next->named.hash == node->named.hash ? next : NULL;
 }
 

@@ -32,7 +32,7 @@ static kvc_status release(kvc_prefix *prefix, int64_t seq_id, kvc_tokens *tokens
             "%lld tokens are given, and sequence %lld holds %d: give all of them, or none; if the whole prompt "
             "was fed behind its match, forget the prompt",
             (long long)num_tokens, (long long)seq_id, num_exact);
-    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, 0, NULL);
+    kvc_node *last = kvc_session_keep(prefix, sequence, tokens, /* is_exact */ 0, NULL);
     kvc_node_use(last, 1);
     kvc_cache_drop(cache, sequence);
     kvc_node_touch(last);
@@ -54,8 +54,8 @@ enum { MOST_LISTED = 64 };
 static void collect_with_state(kvc_node *node) {
     const kvc_node *parent = node->parent;
     kvc_node_collect(node);
-    kvc_node *child = kvc_node_beside(node, 1);
-    for (int i = 0; child && i < MOST_LISTED; i++, child = kvc_node_beside(child, 1)) {
+    kvc_node *child = kvc_node_beside(node, KVC_HIGH);
+    for (int i = 0; child && i < MOST_LISTED; i++, child = kvc_node_beside(child, KVC_HIGH)) {
         if (kvc_tokens_common(&child->tokens, &node->tokens) < node->tokens.num) break;
         if (kvc_node_is_live(child) && kvc_node_with_state(parent, &child->tokens) == node) kvc_node_collect(child);
     }
@@ -64,7 +64,8 @@ static void collect_with_state(kvc_node *node) {
 /* Returns whether a sequence holds rows of a token.  Groups with a stride do not tell. */
 static int has_rows_at(const kvc_sequence *sequence, int32_t position) {
     for (int32_t g = 0; g < sequence->num_token_groups; g++)
-        if (sequence->pools[g].stride == 1 && kvc_runs_visit(&sequence->runs[g], position, position + 1, NULL, NULL))
+        if (sequence->pools[g].stride == 1 &&
+            kvc_runs_visit(&sequence->runs[g], position, position + 1, /* only count */ NULL, NULL))
             return 1;
     return 0;
 }

@@ -215,7 +215,7 @@ static int write_layer(const departing *d, int32_t layer, const rows *r, uint8_t
                               .v_row_stride = r->v_row,
                               .v_head_stride = num * r->v_row,
                               .raw = 1};
-    kvc_reader reader = kvc_reader_for(d->cache, layer, &out, NULL); /* exact keys are not rotated */
+    kvc_reader reader = kvc_reader_for(d->cache, layer, &out, /* scratch */ NULL); /* exact keys are not rotated */
     int has_rows = 0;
     for (int32_t i = 0; i < d->num; i++) {
         const kvc_run *run = &d->runs[i];

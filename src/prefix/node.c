@@ -31,7 +31,9 @@ static int is_used_later(const kvc_links *member, const kvc_links *other) {
 }
 
 /* Returns the next node by use, or NULL. */
-static kvc_node *used_next(const kvc_node *node) { return at_rows(kvc_sorted_beside(&node->order.with_rows, 1)); }
+static kvc_node *used_next(const kvc_node *node) {
+    return at_rows(kvc_sorted_beside(&node->order.with_rows, KVC_HIGH));
+}
 
 /* Protects a node with rows from eviction. */
 static void protect(kvc_tree *tree, kvc_node *node) {
@@ -99,8 +101,8 @@ static void leave(kvc_node *node) {
 static void fill_quota(kvc_tree *tree) {
     kvc_node *next;
     while (tree->protected_tokens < tree->quota &&
-           (next = at_rows(tree->first_protected ? kvc_sorted_beside(&tree->first_protected->order.with_rows, 0)
-                                                 : kvc_sorted_end(&tree->with_rows, 1))))
+           (next = at_rows(tree->first_protected ? kvc_sorted_beside(&tree->first_protected->order.with_rows, KVC_LOW)
+                                                 : kvc_sorted_end(&tree->with_rows, KVC_HIGH))))
         protect(tree, next);
 }
 
@@ -138,7 +140,7 @@ void kvc_node_pin_rows(kvc_node *node, int32_t add) {
     kvc_cache_pin(node->tree->cache, node->rows, add);
 }
 
-kvc_node *kvc_tree_oldest(kvc_tree *tree) { return at_unpinned(kvc_sorted_end(&tree->unpinned, 0)); }
+kvc_node *kvc_tree_oldest(kvc_tree *tree) { return at_unpinned(kvc_sorted_end(&tree->unpinned, KVC_LOW)); }
 
 int kvc_tree_unprotect(kvc_tree *tree, int32_t num) {
     for (; tree->first_protected && num > 0; num--) unprotect_first(tree);

@@ -122,7 +122,7 @@ static int64_t bytes_of(const kvc_sorted *pins, const uint8_t *name, int32_t kno
     place to;
     const kvc_pinned *pin = find(pins, name, &to);
     for (; pin && !memcmp(pin->name, name, KVC_NAME_BYTES) && pin->known <= known;
-         pin = (const kvc_pinned *)(const void *)kvc_sorted_beside(&pin->links, 1))
+         pin = (const kvc_pinned *)(const void *)kvc_sorted_beside(&pin->links, KVC_HIGH))
         bytes += counted_bytes(pin);
     return bytes;
 }
@@ -131,7 +131,7 @@ kvc_status kvc_pin_known(kvc_prefix *prefix, const kvc_match *m, const uint8_t *
     kvc_cache *cache = prefix->cache;
     kvc_node *last = kvc_match_path(m, m->known);
     const int64_t replaced = bytes_of(&prefix->tree->pins, name, m->known);
-    kvc_pinned *pin = new_pin(cache, last, list_others(m, last, NULL));
+    kvc_pinned *pin = new_pin(cache, last, list_others(m, last, /* only count */ NULL));
     if (!pin) return KVC_ERR_NOMEM;
     list_others(m, last, pin->nodes);
     pin->with_state = m->with_state;

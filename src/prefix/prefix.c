@@ -322,7 +322,7 @@ static kvc_status add_sequence(kvc_cache *cache, kvc_session *session, const kvc
     *sequence = kvc_sequence_new(cache->pools, id, cache->num_groups, cache->num_token_groups);
     if (!*sequence) return kvc_fail_sequence(id);
     (*sequence)->follower = &session->follower; /* it stays in the table, as it has a follower */
-    kvc_cache_insert(cache, *sequence, NULL);
+    kvc_cache_insert(cache, *sequence, /* old */ NULL);
     return KVC_OK;
 }
 
@@ -477,7 +477,7 @@ kvc_status kvc_prefix_clear(kvc_prefix *prefix) {
     if (!other) return kvc_unlock(cache, KVC_ERR_NOMEM);
     kvc_tree *tree = take_tree(prefix, other);
     prefix->events.num = prefix->events.num_lost = 0;
-    kvc_events_note(&prefix->events, KVC_BLOCKS_CLEARED, 0, NULL);
+    kvc_events_note(&prefix->events, KVC_BLOCKS_CLEARED, 0, /* name */ NULL);
     kvc_tree_retire(tree);
     drop_tree(cache, tree);
     return kvc_unlock(cache, KVC_OK);

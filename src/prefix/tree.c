@@ -66,12 +66,12 @@ kvc_node *kvc_alike_next(kvc_alike *alike, int32_t *common) {
             *common = alike->common_behind;
             if (!*common) break;
             node = alike->behind;
-            alike->behind = kvc_node_beside(node, 1);
+            alike->behind = kvc_node_beside(node, KVC_HIGH);
             alike->common_behind = -1;
         } else {
             *common = alike->common_before;
             node = alike->before;
-            alike->before = kvc_node_beside(node, 0);
+            alike->before = kvc_node_beside(node, KVC_LOW);
             alike->common_before = -1;
         }
         if (!kvc_node_is_live(node)) {
@@ -276,7 +276,7 @@ static void move_rows(kvc_node *node, kvc_node *to, int64_t used) {
 static int64_t more_in(const kvc_node *a, const kvc_node *b, int32_t g) {
     const int32_t stride = a->tree->cache->pools[g].stride;
     return a->rows->runs[g].num_rows - kvc_runs_visit(&b->rows->runs[g], kvc_rows_below(a->begin, stride),
-                                                      kvc_rows_below(a->end, stride), NULL, NULL);
+                                                      kvc_rows_below(a->end, stride), /* only count */ NULL, NULL);
 }
 
 /* Returns whether a has rows in a group of which b has fewer at the same positions. */
@@ -309,8 +309,8 @@ static int merge(kvc_node *to, kvc_node *from, int64_t used) {
 /* Drops shorter siblings that a node begins with, up to the first that has a user.  Those with a state stay, and those
  * with rows that the node lacks. */
 static void drop_beginnings(kvc_node *node) {
-    for (kvc_node *other, *before = kvc_node_beside(node, 0); (other = before);) {
-        before = kvc_node_beside(other, 0);
+    for (kvc_node *other, *before = kvc_node_beside(node, KVC_LOW); (other = before);) {
+        before = kvc_node_beside(other, KVC_LOW);
         if (kvc_tokens_common(&other->tokens, &node->tokens) < other->tokens.num || other->users.num) break;
         if (other->rows && !other->checkpoint && !has_more(other, node)) kvc_node_drop(other);
     }

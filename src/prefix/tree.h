@@ -43,8 +43,8 @@ typedef struct kvc_among {
 /* Returns where tokens stand among the children of a node. */
 kvc_among kvc_node_among(const kvc_node *parent, const kvc_token_span *tokens);
 
-/* Return the next child in falling order (side 0) or rising order (side 1), and the first child (side 0) or the last
- * one (side 1) of a node; NULL at the end. */
+/* Return the next child in falling order (KVC_LOW) or rising order (KVC_HIGH), and the first child (KVC_LOW) or the
+ * last one (KVC_HIGH) of a node; NULL at the end. */
 kvc_node *kvc_node_beside(const kvc_node *node, int side);
 kvc_node *kvc_node_end(const kvc_node *parent, int side);
 

@@ -58,7 +58,7 @@ void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out 
     if (out->k) {
         const kvc_rows to = kvc_given_rows(reader->k_type, (char *)out->k + row * out->k_row_stride, out->k_row_stride,
                                            out->k_head_stride, config->k_dim),
-                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, 0);
+                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, KVC_KEYS);
         if (rope)
             kvc_rotator_rotate(&reader->rotator, rope, run->delta, &to, &from, run->count, config);
         else
@@ -67,7 +67,7 @@ void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out 
     if (out->v) {
         const kvc_rows to = kvc_given_rows(reader->v_type, (char *)out->v + row * out->v_row_stride, out->v_row_stride,
                                            out->v_head_stride, config->v_dim),
-                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, 1);
+                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, KVC_VALUES);
         kvc_copy_rows(cache->kernels, config, 1, &to, &from, run->count);
     }
 }
@@ -128,7 +128,7 @@ static kvc_status snap_batch(copying *c, int64_t seq_id, int64_t least) {
 static kvc_status open_snapshot(copying *c, int64_t seq_id, int64_t least) {
     kvc_cache *cache = c->cache;
     if (c->out.batch) {
-        kvc_status status = kvc_check_attention(c->out.batch, c->layer, 0);
+        kvc_status status = kvc_check_attention(c->out.batch, c->layer, KVC_MAY_LACK_VALUES);
         if (status == KVC_OK && c->out.batch->cache != cache)
             status = kvc_fail(KVC_ERR_INVALID, "out->batch is of another cache");
         if (status != KVC_OK) return status;
@@ -215,7 +215,7 @@ kvc_status kvc_gather(kvc_cache *cache, int64_t seq_id, int32_t layer, int64_t f
     copying c = {.cache = cache, .layer = layer, .first = first_row, .num_rows = num_rows};
     KVC_TRY(kvc_check_layer(cache, layer));
     KVC_TRY(KVC_READ(kvc_rows_out, &c.out, given, "out"));
-    KVC_TRY(kvc_resolve_rows_out(&cache->layers[layer], &c.out, "out", num_rows, NULL));
+    KVC_TRY(kvc_resolve_rows_out(&cache->layers[layer], &c.out, "out", num_rows, /* batches */ NULL));
     if (first_row < 0 || num_rows < 0 || first_row > INT64_MAX - num_rows)
         return kvc_fail(KVC_ERR_INVALID, "first_row is %lld and num_rows %lld: neither must be negative",
                         (long long)first_row, (long long)num_rows);
@@ -237,7 +237,7 @@ kvc_status kvc_extract(kvc_cache *cache, int64_t seq_id, int32_t layer, int32_t 
     c.first = first;
     c.num_rows = past - first;
     KVC_TRY(KVC_READ(kvc_rows_out, &c.out, given, "out"));
-    KVC_TRY(kvc_resolve_rows_out(&cache->layers[layer], &c.out, "out", c.num_rows, NULL));
+    KVC_TRY(kvc_resolve_rows_out(&cache->layers[layer], &c.out, "out", c.num_rows, /* batches */ NULL));
     c.num_tasks = count_tasks(cache, layer, c.num_rows);
     KVC_TRY(open_snapshot(&c, seq_id, 0)); /* rows may be missing */
     if (c.out.positions) find_positions(&c.from, first, past, stride, c.out.positions);

@@ -92,7 +92,7 @@ kvc_status kvc_batch_spans(kvc_batch *batch, int64_t seq_id, int32_t layer, kvc_
     kvc_cache *cache = batch->cache;
     kvc_batch_runs list;
     KVC_TRY(check_arguments(spans, span_size, max_spans, num_spans, hold));
-    KVC_TRY(kvc_check_attention(batch, layer, 0));
+    KVC_TRY(kvc_check_attention(batch, layer, KVC_MAY_LACK_VALUES));
     kvc_lock(cache);
     kvc_status status = kvc_batch_runs_new(batch, layer, seq_id, &list);
     if (status == KVC_OK)

@@ -12,6 +12,8 @@ enum { KVC_MOST_KEY_ORDER = 1024, KVC_MOST_VALUE_ORDER = 64 };
 /* Returns the largest power of two that divides dim, at most `most`. */
 static inline int32_t kvc_order_for(int32_t dim, int32_t most) { return (dim & -dim) < most ? dim & -dim : most; }
 
+enum { KVC_KEYS, KVC_VALUES }; /* what is_value of a function says: which rows of a layer */
+
 /* Returns how the keys, or the values, of a layer are mixed: always, where the type is fitted, else by a transform. */
 static inline kvc_mixing kvc_mixing_of(const kvc_layer *layer, int is_value) {
     const int of_values = is_value && !layer->value_in_key;

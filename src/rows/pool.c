@@ -241,7 +241,7 @@ void kvc_pool_purge(kvc_pool *pool, kvc_block *block, int32_t num_threads) {
         return;
     const int64_t bytes = kvc_pool_block_bytes(pool, block->pages.faulted) - kvc_pool_block_bytes(pool, block->fill);
     purge work = {pool, block};
-    kvc_memory_mark(pool->memory, block->rows, 0);
+    kvc_memory_mark(pool->memory, block->rows, /* is_written */ 0);
     kvc_parallel(kvc_threads_for((double)bytes, WORTH_THREADS, num_threads), kvc_pool_num_regions(pool), purge_region,
                  &work);
     pool->counts.row_bytes -= bytes;
@@ -314,7 +314,7 @@ static int collapse_step(const kvc_pool *pool, const kvc_block *block, int64_t s
 /* Finds the next pages to collapse in a block up to collapse_to; returns 0 if no pages are left. */
 static int next_step(const kvc_pool *pool, kvc_block *block, kvc_page_work *work) {
     const uintptr_t end = (uintptr_t)block->rows + pool->block_bytes;
-    if (block->pages.collapse_to == pool->block_size) kvc_memory_mark(pool->memory, block->rows, 1);
+    if (block->pages.collapse_to == pool->block_size) kvc_memory_mark(pool->memory, block->rows, /* is_written */ 1);
     while (huge_page_at(block, block->pages.collapse_next) < end)
         if (collapse_step(pool, block, block->pages.collapse_next++, work)) return 1;
     block->pages.collapsed = block->pages.collapse_to;

@@ -112,7 +112,7 @@ void kvc_rotator_rotate(kvc_rotator *rotator, const kvc_rope *rope, int32_t delt
                         const kvc_rows *from, int32_t num_rows, const kvc_layer *layer) {
     const kvc_kernels *kernels = rotator->kernels;
     const int32_t dim = layer->k_dim;
-    const kvc_mixing mixing = kvc_mixing_of(layer, 0);
+    const kvc_mixing mixing = kvc_mixing_of(layer, KVC_KEYS);
     float *angles = rotator->scratch, *row = angles + kvc_rope_angles_size(rope);
     if (rope != rotator->rope || delta != rotator->delta) compute_angles_f32(rope, delta, angles);
     rotator->rope = rope;

@@ -289,7 +289,8 @@ static int32_t runs_before(const kvc_run_list *list, int32_t begin) {
 }
 
 kvc_status kvc_runs_prepare_expire(kvc_run_list *list, kvc_memory *memory, int32_t begin, int32_t end, int32_t extra) {
-    if (kvc_runs_visit(list, begin, end, NULL, NULL) == 0 || runs_before(list, begin) >= 0) /* no run is cut in two */
+    if (kvc_runs_visit(list, begin, end, /* only count */ NULL, NULL) == 0 ||
+        runs_before(list, begin) >= 0) /* no run is cut in two */
         return kvc_runs_prepare(list, memory, extra);
     const int64_t needed = (int64_t)list->num + num_cut(list, begin, end) + extra;
     return !list->spare && needed <= list->capacity ? KVC_OK : kvc_runs_prepare_edit(list, memory, extra);
@@ -432,7 +433,7 @@ typedef enum holding {
  * the positions of all these rows. */
 static kvc_run take_alike(const kvc_sorted_runs *sorted, kvc_run *rest, holding *how) {
     const int32_t begin = rest->position, end = run_end(rest);
-    const kvc_run found = lowest_part(sorted, begin, end, NULL);
+    const kvc_run found = lowest_part(sorted, begin, end, /* as */ NULL);
     int32_t to = found.count ? found.position : end;
     *how = NOTHING;
     if (to == begin) {

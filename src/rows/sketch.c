@@ -12,7 +12,7 @@ enum { MOST_FLOATS = KVC_MOST_KEY_ORDER }; /* that are mixed at once: a row has 
 static void sketch_few(const kvc_kernels *kernels, const kvc_layer *layer, const kvc_rows *keys, uint8_t *to,
                        int64_t stride, int32_t num) {
     const int32_t dim = layer->k_dim, num_floats = num * dim;
-    const kvc_mixing stored = kvc_mixing_of(layer, 0);
+    const kvc_mixing stored = kvc_mixing_of(layer, KVC_KEYS);
     float rows[MOST_FLOATS];
     kvc_decode_rows(kernels, rows, dim * (int64_t)sizeof *rows, keys, num, dim);
     if (!stored.has_signs) { /* not of a fitted type: undoes the layer's own transform, and mixes */
@@ -29,7 +29,7 @@ void kvc_sketch_rows(const kvc_kernels *kernels, const kvc_layer *layer, const k
     const int by_row = count < heads; /* takes the heads of one row together, instead of the rows of one head */
     const int32_t num_parts = by_row ? count : heads, num = by_row ? heads : count;
     const int64_t stride = (int64_t)(by_row ? at->head_stride : at->sketch_bytes);
-    const kvc_rows keys = kvc_stored_rows(layer, at, rows, slot, 0);
+    const kvc_rows keys = kvc_stored_rows(layer, at, rows, slot, KVC_KEYS);
     for (int32_t i = 0; i < num_parts; i++) {
         const kvc_rows part = kvc_rows_part(&keys, i, by_row);
         uint8_t *const to = kvc_sketch_at(at, rows, slot + (by_row ? i : 0), by_row ? 0 : i);

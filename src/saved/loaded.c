@@ -269,7 +269,7 @@ static kvc_status add_runs(visitor *v, int32_t g, const kvc_saved_holding *holdi
     const kvc_extents *extents = &v->state->groups[g];
     kvc_run_list *list = &v->sequence->runs[g];
     int64_t num = 0;
-    for (int64_t r = 0; r < holding->num_runs; r++) num += visit_parts(extents, &runs[r], NULL, NULL);
+    for (int64_t r = 0; r < holding->num_runs; r++) num += visit_parts(extents, &runs[r], /* only count */ NULL, NULL);
     if (num > INT32_MAX / 4) return kvc_fail(KVC_ERR_NOMEM, "a sequence of more than %lld runs", (long long)num);
     if (num) KVC_TRY(kvc_runs_reserve(list, &v->state->cache->memory, (int32_t)num));
     for (int64_t r = 0; r < holding->num_runs; r++) visit_parts(extents, &runs[r], kvc_hold_part, list);
@@ -333,7 +333,7 @@ static kvc_status mark_needed(visitor *v) {
         memset(v->needed[g], NOT_NEEDED, (size_t)num_rows);
     }
     v->visit = mark_rows;
-    return visit_all(v, NULL);
+    return visit_all(v, /* begin */ NULL);
 }
 
 /* Takes the memory of the blocks that are new. */

@@ -192,7 +192,7 @@ static void run_piece(void *context, int64_t i) {
     const uint64_t from = (uint64_t)i * KVC_FORMAT_PIECE, rest = pieces->size - from,
                    end = from + (rest < KVC_FORMAT_PIECE ? rest : KVC_FORMAT_PIECE);
     kvc_hasher hasher;
-    kvc_hash_begin(&hasher, 0);
+    kvc_hash_begin(&hasher, /* seed */ 0);
     for (uint64_t at = from, size = end - from; at < end; at += size) {
         char *bytes = pieces->bytes + at;
         uint8_t *rows = NULL;

@@ -21,7 +21,7 @@ static int is_movable(const kvc_compaction *c, const kvc_block *block) {
 }
 
 static kvc_sequence *first_evictable(const kvc_compaction *c) {
-    return kvc_sequence_end(&c->cache->evicting.evictable, KVC_BY_USE, 0);
+    return kvc_sequence_end(&c->cache->evicting.evictable, KVC_BY_USE, KVC_LOW);
 }
 
 /* Return the first sequence with rows that a compaction looks at, and the next one; NULL at the end. */
@@ -30,7 +30,7 @@ static kvc_sequence *first_of(const kvc_compaction *c) {
     return first ? first : first_evictable(c);
 }
 static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
-    kvc_sequence *next = kvc_sequence_beside(s, KVC_BY_USE, 1);
+    kvc_sequence *next = kvc_sequence_beside(s, KVC_BY_USE, KVC_HIGH);
     return next || s->evicting.is_evictable ? next : first_evictable(c);
 }
 
@@ -273,7 +273,8 @@ void kvc_compaction_run(kvc_cache *cache, int32_t group) {
         move_runs(c, &s->runs[group]);
     }
     kvc_pool_refill(pool, c->order, c->num_blocks, c->live);
-    for (kvc_sequence *s = first_evictable(c); s; s = kvc_sequence_beside(s, KVC_BY_USE, 1)) kvc_useful_add(cache, s);
+    for (kvc_sequence *s = first_evictable(c); s; s = kvc_sequence_beside(s, KVC_BY_USE, KVC_HIGH))
+        kvc_useful_add(cache, s);
     cache->stats.compactions++;
     pool->compaction = NULL;
     free_memory(c);

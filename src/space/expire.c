@@ -5,7 +5,8 @@
 
 int64_t kvc_count_staying(const kvc_cache *cache, const kvc_sequence *sequence, int32_t g) {
     const kvc_interval gone = kvc_policy_expired(&cache->policies[g], sequence->min_query_position);
-    return sequence->runs[g].num_rows - kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, NULL, NULL);
+    return sequence->runs[g].num_rows -
+           kvc_runs_visit(&sequence->runs[g], gone.begin, gone.end, /* only count */ NULL, NULL);
 }
 
 /* ---- previews ---------------------------------------------------------------------------------------------------- */
@@ -118,6 +119,6 @@ int32_t kvc_most_cuts(const kvc_cache *cache, const kvc_sequence *sequence, int3
     const int32_t sinks = kvc_policy_sinks(&cache->policies[g]);
     if (!sinks) return 0; /* rows are cut off the fronts of runs */
     /* A run that is cut in two has a row at the last sink's position. */
-    const int64_t rows = kvc_runs_visit(&sequence->runs[g], sinks - 1, sinks, NULL, NULL);
+    const int64_t rows = kvc_runs_visit(&sequence->runs[g], sinks - 1, sinks, /* only count */ NULL, NULL);
     return (int32_t)rows + (sequence->min_query_position < sinks ? num_stretches : 0);
 }

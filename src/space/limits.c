@@ -38,7 +38,7 @@ int64_t kvc_counted_others(const kvc_cache *cache, kvc_scope scope) {
 int64_t kvc_counted_bytes(kvc_cache *cache, kvc_scope scope) {
     int64_t bytes = kvc_counted_others(cache, scope);
     for (int32_t g = 0; g < cache->num_groups; g++) {
-        kvc_preview preview = kvc_preview_open(cache, g, scope, 0);
+        kvc_preview preview = kvc_preview_open(cache, g, scope, /* expires */ 0);
         bytes += kvc_preview_tally(&preview).used.blocks * cache->pools[g].cost;
         kvc_preview_close(&preview);
     }
