@@ -1,9 +1,10 @@
 /* rank.c: ranks the rows of a task's token: see rank.h.
  *
  * To rank a row is to give it a key for each choice: its score, as an integer of the same order.  A choice has some
- * query heads, whose scores are added up, each in a lane of vectors (kvc_rank_query).  A delta is how far rows were
- * moved since their keys were rotated, and delta_index its number, 0 for none.  Queries are rotated for it.  A tile
- * lists its rows as stretches: rows at equal distances in memory.
+ * query heads, whose scores are added up, each in a lane of vectors (kvc_rank_query).  A lane has a weight, by which
+ * its scores are multiplied, and a mask: all bits set, or 0 if it is empty.  For int8 it has a start, to which products
+ * are added.  A delta is how far rows were moved since their keys were rotated, and delta_index its number, 0 for none.
+ * Queries are rotated for it.  A tile lists its rows as stretches: rows at equal distances in memory.
  */
 #include "attend/rank.h"
 
@@ -89,20 +90,20 @@ static void pack_head(const kvc_task *t, int32_t head, int32_t as, int32_t delta
         memcpy(to, row, KVC_STEP_BYTES);
 }
 
-/* Packs the token's queries for keys that are off by a delta, unless they are packed. */
+/* Packs the token's queries into lanes, in the type that ranks keys of this delta, unless they are packed for it. */
 static void pack_queries(kvc_task *t, int32_t delta_index) {
     const kvc_ranking *k = kvc_ranking_of(t);
     const kvc_plan *plan = k->call.plan;
     const kvc_choosing *at = &plan->choosing;
     const size_t lanes = (size_t)plan->num_kv_heads * (size_t)k->lanes.num;
     if (t->delta_index == delta_index) return;
-    if (t->delta_index == KVC_UNPREPARED) { /* empty lanes stay 0 */
+    if (t->delta_index == KVC_UNPREPARED) { /* no delta yet: clears all lanes, of which empty ones stay 0 */
         memset(t->workspace + at->packed, 0, lanes * (size_t)plan->k_dim * sizeof(float));
         memset(t->workspace + at->weights, 0, lanes * sizeof(float));
         memset(t->workspace + at->masks, 0, lanes * sizeof(uint32_t));
         memset(t->workspace + at->starts, 0, lanes * sizeof(int32_t));
         for (int32_t h = 0; h < plan->args.num_heads; h++)
-            memset(t->workspace + at->masks + lane_of(k, h), 0xff, sizeof(uint32_t));
+            memset(t->workspace + at->masks + lane_of(k, h), 0xff, sizeof(uint32_t)); /* the lane counts */
     }
     for (int32_t h = 0; h < plan->args.num_heads; h++) pack_head(t, h, rank_as(k, delta_index), delta_index);
     t->delta_index = delta_index;

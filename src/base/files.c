@@ -1,5 +1,6 @@
 /* files.c: files of one folder, which several processes use at a time, for Windows and for POSIX.  Functions that
- * return a number return 0 on failure, and set errno.  An own file is one that this process writes, and may lock. */
+ * return a number return 0 on failure, unless their comment says -1, and set errno.  An own file is one that this
+ * process writes, and may lock. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE /* declares flock, O_DIRECTORY and the clock */
 #endif

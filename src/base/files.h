@@ -1,7 +1,7 @@
 /* files.h: files of one folder, which several processes use at a time, under one name for each system.
  *
  * Names are those of files within the folder, in ASCII.  Links are not followed.  Functions that return a number return
- * 0 on failure, and errno says why, on every system. */
+ * 0 on failure, except as noted; errno says why, on every system. */
 #ifndef KVC_FILES_H
 #define KVC_FILES_H
 
@@ -52,7 +52,7 @@ int kvc_file_open(kvc_file *file, kvc_folder folder, const char *name);
 void kvc_file_close(kvc_file file);
 int kvc_file_ask(kvc_file file, kvc_file_info *info);
 
-/* Reads so many bytes; returns 0 if there are fewer, -1 on failure. */
+/* Reads so many bytes; returns 1, 0 if there are fewer, or -1 on failure. */
 int kvc_file_read(kvc_file file, void *data, int64_t size);
 int kvc_file_write(kvc_file file, const void *data, int64_t size);
 

@@ -1,6 +1,7 @@
 /* waiting.c: calls that wait for each other.  Without the mutex, readers copy rows, and writers in place change rows of
- * one sequence where they lie.  A polling call is in a function of the caller, and no reader meanwhile.  A gradual call
- * drops kept blocks bit by bit.  A rewrite copies rows.  A waiter is a call that waits to begin a batch. */
+ * one sequence where they lie.  A reader that polls is in a function of the caller, and does not count as a reader
+ * until that returns.  A gradual call drops kept blocks bit by bit.  A rewrite copies rows.  A waiter is a call that
+ * waits to begin a batch. */
 #include "cache/waiting.h"
 
 kvc_sequence *kvc_cache_find(kvc_cache *cache, int64_t id) {

@@ -181,13 +181,13 @@ void kvc_rewrite_accept(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
 
 void kvc_rewrite_discard(kvc_cache *cache, int32_t group, kvc_rewrite *rewrite) {
     kvc_pool *pool = &cache->pools[group];
-    int32_t num_blocks = 0;
+    int32_t num_freed = 0;                                   /* blocks */
     for (int32_t i = rewrite->num_copies - 1; i >= 0; i--) { /* last to first: the free list gets its order back */
         const kvc_copy *copy = &rewrite->copies[i];
-        num_blocks += kvc_pool_untake(pool, copy->to, copy->to_slot, copy->count);
+        num_freed += kvc_pool_untake(pool, copy->to, copy->to_slot, copy->count);
     }
-    pool->counts.replacing -= rewrite->num_copied;
-    kvc_pool_unreserve(pool, num_blocks, &rewrite->reserved);
+    pool->counts.replacing -= rewrite->num_copied; /* rows, of which a copy has several; they replace none now */
+    kvc_pool_unreserve(pool, num_freed, &rewrite->reserved); /* gives back those that were new */
     kvc_runs_free_list(&rewrite->runs, &cache->memory);
     kvc_rewrite_free(cache, rewrite);
 }
@@ -258,12 +258,13 @@ void kvc_rotate_keys(const kvc_cache *cache, int32_t group, kvc_block *block, in
                      kvc_rotator *rotator) {
     for (int32_t layer = 0; layer < cache->num_layers; layer++) {
         const kvc_rope *rope = kvc_rope_of(cache, layer);
-        if (cache->group_of[layer] != group || cache->layers[layer].share || !rope) continue;
+        const int has_own_rows = !cache->layers[layer].share; /* otherwise it reads another layer's */
+        if (cache->group_of[layer] != group || !has_own_rows || !rope) continue;
         const kvc_layout *at = &cache->layouts[cache->layout_of[layer]];
         const kvc_layer *config = &cache->layers[layer];
         const kvc_rows keys = kvc_stored_rows(config, at, block->rows, slot, KVC_KEYS);
         kvc_rotator_rotate(rotator, rope, delta, &keys, &keys, 1, config);
-        kvc_sketch_rows(cache->kernels, config, at, block->rows, slot, /* count */ 1);
+        kvc_sketch_rows(cache->kernels, config, at, block->rows, slot, /* count */ 1); /* of the key that it is now */
     }
 }
 

@@ -512,12 +512,15 @@ INLINE void pack_scaled_values(int type, float *dst, const void *rows, int64_t r
         pack_values_of_type(type, to, (const char *)rows + kvc_blocks_bytes(stored_as(type), d), row_stride, n, &none);
 }
 
-/* Is a kvc_matmul_fn: scores n keys for m query rows. */
+/* Is a kvc_matmul_fn without ldb and add: scores n keys for m query rows.  q has digits, as prepare_scaled leaves them,
+ * and keys has panels of pack_scaled_keys: neither has floats.  A whole panel of scores is written for the last keys,
+ * too.  Of long keys, PANEL_ELEMENTS elements are multiplied at a time: the first ones set the scores, and further ones
+ * (`first` is not 0) add to them. */
 INLINE void score_scaled_panels(float *c, int ldc, const float *q, int q_stride, const float *keys, int m, int n,
                                 int dim, kvc_ahead ahead) {
     const char *panel = (const char *)keys;
-    const int panels = (n + PANEL_ROWS - 1) / PANEL_ROWS;
-    prefetcher next = prefetch_begin(ahead, keys, panels * (dim / FOUR) * LINES_PER_STEP * scaled_passes(m));
+    const int panels = (n + PANEL_ROWS - 1) / PANEL_ROWS, steps = panels * (dim / FOUR) * scaled_passes(m);
+    prefetcher next = prefetch_begin(ahead, keys, steps * LINES_PER_STEP); /* a step multiplies four elements */
     for (int j = 0; j < n; j += PANEL_ROWS)
         for (int first = 0, num; first < dim; first += num, panel += num / FOUR * PANEL_BYTES) {
             num = smaller(PANEL_ELEMENTS, dim - first);

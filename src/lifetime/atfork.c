@@ -87,7 +87,8 @@ static void end_state_uses(kvc_cache *cache) {
     }
 }
 
-/* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows. */
+/* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows.  A put of this
+ * thread stays: its poll called fork(), and the call has not ended.  Plans are reset whoever used them. */
 static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
     for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {

@@ -1,7 +1,10 @@
 /* forget.c: kvc_prefix_forget: drops whatever holds rows of a prompt's tokens, and of what follows the whole prompt.
  *
  * A node is a kept block in the prefix's tree.  While tree->forgetting is set, a node that loses its rows to another
- * call is listed in tree->lost, so that its name can still be reported. */
+ * call is listed in tree->lost, so that its name can still be reported.
+ *
+ * A walk goes over the nodes to drop, children before their parent, so that a node is dropped once nothing is below it.
+ * A node is found (is to be dropped) if it has tokens of the prompt, or stands below its last token. */
 #include <string.h>
 
 #include "cache/waiting.h"
@@ -20,14 +23,14 @@ typedef struct names {
 
 /* ---- finding ----------------------------------------------------------------------------------------------------- */
 
-/* A walk over the nodes that hold rows of the prompt's tokens, or stand behind all of them: first those below a node,
- * then the node.  The path to its place stays, whatever others drop meanwhile. */
+/* Where a walk stands.  The path to its place stays, whatever others drop meanwhile. */
 typedef struct walk {
-    const kvc_tokens *tokens;
-    kvc_node *node;     /* its place, which has a use of it */
-    kvc_node *top;      /* `node` or one above it, below which all are found; NULL: only some are */
-    int32_t is_done;    /* it has been below `node`, which comes next */
-    int32_t needs_none; /* all layers have windows, so prompts may match what follows tokens without their rows */
+    const kvc_tokens *tokens; /* of the prompt */
+    kvc_node *node;           /* its place, which it uses, so that nobody frees it */
+    kvc_node *top;            /* `node` or one above it, below which all nodes are found; NULL: only some are */
+    int32_t is_done;          /* 0: nodes below `node` come next.  1: all of these are done, and `node` comes next */
+    int32_t needs_none;       /* all layers have windows, so prompts match what follows tokens without their rows:
+                                 all nodes below a found one are found */
 } walk;
 
 /* Returns how many tokens of the prompt a node has, if its parent has only tokens of the prompt. */
@@ -60,12 +63,14 @@ static void go_to(walk *w, kvc_node *node) {
     kvc_node_use(before, -1);
 }
 
-/* Goes on to the next node below or beside.  If there is none, the node itself comes next, and then its parent. */
+/* Goes on: from a node that is done to the next one beside it, or to its parent, which then is done; otherwise to the
+ * first node below it, or, if there is none, the node is done. */
 static void go_on(walk *w) {
     kvc_node *next = w->is_done ? next_beside(w) : first_below(w);
-    if (w->top == w->node && w->is_done) w->top = NULL;
+    if (w->top == w->node && w->is_done) w->top = NULL; /* the walk leaves it */
     if (next) {
         go_to(w, next);
+        /* All nodes below one in which the prompt ends are found. */
         if (!w->top && (w->needs_none || next->begin + common_with(w, next) == w->tokens->num_tokens)) w->top = next;
     } else if (w->is_done) {
         go_to(w, w->node->parent);

@@ -3,7 +3,10 @@
  * A carrier is the state of such a call, with memory for a value: a block's rows as the store has them.  It has memory
  * for three if values may lack rows or a state, which are then joined with the value in the store.  A departure is a
  * block that is being written.  If kvc_prefix_forget drops the block meanwhile, its node is gone and the cache's clock
- * has risen; the call then removes the value that it has written. */
+ * has risen; the call then removes the value that it has written.
+ *
+ * A kvc_fetch is where a call stands in a prompt whose blocks it adds to the prefix's tree, in order.  A block is kept
+ * if the tree has a node for it which is live: has rows, and has not expired. */
 #include "prefix/stores.h"
 
 #include <string.h>
@@ -269,13 +272,14 @@ static kvc_status begin(kvc_fetch *f, kvc_prefix *prefix, const kvc_tokens *toke
     return kvc_unlock(prefix->cache, status);
 }
 
-/* Sets *is_kept to whether a block is kept, and goes on from it then. */
+/* Sets *is_kept to whether block number `block` of the prompt is kept.  If it is, the fetch goes on behind it. */
 static kvc_status pass_kept(kvc_fetch *f, int32_t block, int32_t *is_kept) {
     const int32_t size = f->prefix->cache->pools[0].block_size;
-    const kvc_token_span part = kvc_tokens_part(f->tokens, (int64_t)block * size, (int64_t)(block + 1) * size);
-    kvc_node *last;
+    const int64_t begin = (int64_t)block * size;
+    const kvc_token_span part = kvc_tokens_part(f->tokens, begin, begin + size);
+    kvc_node *last; /* the node that ends where the block begins; NULL: on failure, or if nothing may follow it now */
     kvc_prefix_lock(f->prefix);
-    const kvc_status status = kvc_fetch_find(f, block * size, &last);
+    const kvc_status status = kvc_fetch_find(f, (int32_t)begin, &last);
     kvc_node *node = last ? kvc_node_child(last, &part) : NULL;
     *is_kept = node && kvc_node_is_live(node);
     if (*is_kept) kvc_fetch_pass(f, node);

@@ -8,7 +8,9 @@
  *
  * In a lazy pool, rows get memory from the system as they are touched.  Slots below pages.faulted count as resident.
  * Those from `fill` to `faulted` may lack memory, and then their block is in the list of untaken ones.  Slots below
- * pages.resident were given memory beforehand.  To purge a block is to give back the pages past `fill`. */
+ * pages.resident were given memory beforehand.  To purge a block is to give back the pages past `fill`.
+ *
+ * A region is a part of a block: the keys of one head of one layer, or its values, scales or sketches. */
 #include "rows/pool.h"
 
 #include <string.h>
@@ -197,9 +199,11 @@ void kvc_pool_unreserve(kvc_pool *pool, int32_t num_used, int32_t *reserved) {
 
 enum { REGIONS = 5 }; /* of a head: keys, values, the scales of both, and sketches */
 
+static int64_t num_regions_of(const kvc_layout *layer) { return REGIONS * (int64_t)layer->num_kv_heads; }
+
 int64_t kvc_pool_num_regions(const kvc_pool *pool) {
     int64_t num = 0;
-    for (int32_t i = 0; i < pool->num_layers; i++) num += REGIONS * (int64_t)pool->layouts[i].num_kv_heads;
+    for (int32_t i = 0; i < pool->num_layers; i++) num += num_regions_of(&pool->layouts[i]);
     return num;
 }
 
@@ -215,10 +219,11 @@ static kvc_region region_of(const kvc_layout *at, size_t head, int index) {
     }
 }
 
+/* Regions are numbered layer by layer, head by head, and the REGIONS of a head as in region_of. */
 kvc_region kvc_pool_region(const kvc_pool *pool, int64_t index) {
-    const kvc_layout *at = pool->layouts;
-    for (; index >= REGIONS * (int64_t)at->num_kv_heads; at++) index -= REGIONS * (int64_t)at->num_kv_heads;
-    return region_of(at, (size_t)(index / REGIONS), (int)(index % REGIONS));
+    const kvc_layout *layer = pool->layouts;
+    for (; index >= num_regions_of(layer); layer++) index -= num_regions_of(layer);
+    return region_of(layer, (size_t)(index / REGIONS), (int)(index % REGIONS));
 }
 
 typedef struct purge {

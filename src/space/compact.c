@@ -36,8 +36,10 @@ static kvc_sequence *next_of(const kvc_compaction *c, const kvc_sequence *s) {
 
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group) {
     const kvc_pool *pool = &cache->pools[group];
-    int64_t waste = pool->tallies[KVC_NOW].movable.filled - pool->tallies[KVC_NOW].movable.live;
-    /* Holes that a window leaves behind its sinks, and in the block that it moves out of, do not count: soon free. */
+    const kvc_count *movable = &pool->tallies[KVC_NOW].movable; /* blocks that may be moved, as they are now */
+    int64_t waste = movable->filled - movable->live;            /* slots handed out, less those that sequences hold */
+    /* Holes that a window leaves behind its sinks, and in the block that it moves out of, do not count: soon free.
+     * So two blocks are taken off for each sequence that holds rows. */
     if (kvc_policy_expires(&cache->policies[group]))
         waste -= 2 * (int64_t)pool->block_size * cache->sequences.num_holding;
     return waste;

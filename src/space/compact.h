@@ -37,7 +37,8 @@ void kvc_compaction_drop(kvc_cache *cache, int32_t group);
 /* Returns the fill mark of block order[i] after the compaction. */
 int32_t kvc_compaction_fill(const kvc_compaction *c, int32_t i);
 
-/* Estimates the slots that a compaction would gain, except slots that become free as windows move on. */
+/* Estimates the slots that a compaction would gain, except slots that become free as windows move on.  The estimate may
+ * be negative: then there is nothing to gain. */
 int64_t kvc_compaction_gain(const kvc_cache *cache, int32_t group);
 
 #endif
