@@ -123,9 +123,9 @@ class KVCache(Copied):
         ValueError
             If a shape is wrong.
         """
-        self._put(layer_idx, new_k, new_v)
+        self._put_and_attend(layer_idx, new_k, new_v, None)
         k, v = self.get(layer_idx)
-        self._end_step()
+        self._end_step_if_complete()
         return self, k, v
 
     def get(self, layer_idx: int) -> Rows:
@@ -184,14 +184,17 @@ class KVCache(Copied):
         ) -> tuple[npt.NDArray[Any], KVCache]:
             queries = read_array(q, "q")
             state._check_shape("q", queries, num_heads, head_dim)
-            out = state._put(layer_idx, new_k, new_v, queries)
-            state._end_step()
+            out = state._put_and_attend(layer_idx, new_k, new_v, queries)
+            state._end_step_if_complete()
             return out.swapaxes(1, 2).reshape(len(out), -1, num_heads * head_dim), state
 
         return attention
 
-    def _put(self, layer: int, k: npt.ArrayLike, v: npt.ArrayLike, q: npt.NDArray[Any] | None = None) -> Any:
-        """Put rows in a layer, in a new step if it has rows of this step. With `q`, attend, and return the result."""
+    def _put_and_attend(self, layer: int, k: npt.ArrayLike, v: npt.ArrayLike, q: npt.NDArray[Any] | None) -> Any:
+        """Put rows in a layer, in a new step if it has rows of this step. Unless `q` is None, attend over the layer.
+
+        Return the attention's result.
+        """
         running = self._running
         k, v = read_array(k, "new_k"), read_array(v, "new_v")
         check_index("layer_idx", layer, self.num_layers)
@@ -228,7 +231,7 @@ class KVCache(Copied):
                 f"{tokens} more tokens do not fit: there are {self.position} of max_seq_len={self.max_seq_len}"
             )
 
-    def _end_step(self) -> None:
+    def _end_step_if_complete(self) -> None:
         """End the step if every layer was updated."""
         if self._running.is_complete:
             self._running.commit()

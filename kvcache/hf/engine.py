@@ -321,8 +321,8 @@ class Engine:
         for one in [*self._waiting]:
             if len(self._running) >= self._max_running:
                 break
-            if any(one.awaits(other) for other in self._running):
-                one.wants = 0
+            if any(one.awaits(other) for other in self._running):  # another is just feeding what both begin with
+                one.wants = 0  # once that is fed, both share its rows, and this one needs fewer
             elif not one.is_barred:
                 self._begin(one)
         return True

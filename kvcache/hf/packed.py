@@ -55,9 +55,13 @@ Part: TypeAlias = tuple[Text, list[int]]  # a text, and its next tokens
 
 
 class PackedPasses(Passes):
-    """Passes whose tokens belong to any sequences; the next pass goes on from no text of the last one."""
+    """Passes whose tokens belong to any sequences; the next pass goes on from no text of the last one.
 
-    opened: Batch | None = None  # the batch of the pass that comes
+    `begin` opens a batch, `opened`, before the model runs. The pass, `last`, takes it over once a layer needs it
+    (`open`). Passes of other threads wait for `turns.changed` until both have ended.
+    """
+
+    opened: Batch | None = None  # a batch that is begun, which no pass has taken over; None: there is none
     thread = 0  # which opened it
     selects = False  # whether its tokens select rows
 
@@ -98,14 +102,14 @@ class PackedPasses(Passes):
             return self.turns.patiently(partial(self.cache.room, seq_id))
 
     def drop(self) -> None:
-        """Drop the tokens of a pass that failed."""
+        """Drop the tokens of a pass that failed, before or after it took its batch over."""
         with self.turns.lock:
             failed, self.last = self.last, None
             for batch in (self.opened, None if failed is None else failed.batch):
                 if batch is not None:
                     batch.abort()
             self.opened = None
-            self.turns.changed.notify_all()
+            self.turns.changed.notify_all()  # other threads' passes, which wait for their turn
 
     def put(self, this_pass: ForwardPass, index: int) -> NoReturn:
         """Raise, because rows of many texts make no tensor that a model could compute with."""
@@ -274,7 +278,7 @@ class Running(Text):
         self._num_told = 0  # tokens of which it was told
         self._num_prompt = 0  # tokens that were there when it began
         self._was_fed = False
-        self.wants = 0  # while it waits: the free rows with which it may begin
+        self.wants = 0  # while it waits: it is not tried again while fewer rows are free
         self.is_barred = False  # whether it has to wait, because there was no memory for it
         self._ends: set[int] = set()  # tokens behind which a piece ends, because other texts go on from there
 

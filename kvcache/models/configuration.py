@@ -84,7 +84,7 @@ ATTENTION = "attn_config"  # an object with fields of the attention, which count
 OTHER_MODEL = "text_model_id"  # names the model that is the text decoder, as in Ultravox
 # Fields that hold the configuration of what the text decoder attends over.
 ENCODERS = ("encoder", "encoder_config", "text_encoder")
-# The type of decoder that gets what an encoder made before its own tokens, and has no layers over it.
+# The type of a decoder that gets what an encoder made as tokens before its own. So no layer attends over an encoder.
 PREFIXED = "musicgen_melody_decoder"
 TILES = ("max_num_tiles", "image_size", "patch_size")  # fields of a vision encoder
 # Fields of a model of several parts that count before its text decoder's fields, by each of their names.
@@ -156,33 +156,49 @@ def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     if classes.architecture(values) == "SpeechT5ForTextToSpeech":  # its encoder gets text, its decoder speech
         names = ("max_speech_positions", "max_text_positions")
         values = {**values, **dict(zip(names, map(values.get, reversed(names)), strict=True))}
-    parts = text_parts(values, source)
+    parts = text_parts(values, source)  # from the whole configuration to the decoder's
     fields = _named(parts[-1], source)
     fields["model_types"] = [name for part in parts if isinstance(name := part.get("model_type"), str)]
-    fields["beside"] = [
-        name
-        for part in parts[:-1]
-        if classes.of(part.get("model_type")) is classes.UNKNOWN
-        for name in (*NAMES["layer_types"], *NAMES["sliding_window"])
-        if part.get(name) not in (None, -1, 0, parts[-1].get(name))
-    ]
-    fields["is_encoder_decoder"] = fields.get("model_type") != PREFIXED and any(
-        part.get("is_encoder_decoder", classes.of(part.get("model_type")).defaults.get("is_encoder_decoder")) is True
-        for part in parts
-    )
+    fields["beside"] = _beside(parts)
+    fields["is_encoder_decoder"] = fields.get("model_type") != PREFIXED and _has_encoder(parts)
     if fields.get("cross_attention_layers") and (tokens := _image_tokens(parts[0].get("vision_config"))) is not None:
         fields["max_source_positions"] = tokens
-    if fields["is_encoder_decoder"]:
-        encoder = next((part[name] for part in parts for name in ENCODERS if isinstance(part.get(name), Mapping)), None)
-        if encoder is not None:
-            encoder = _part(encoder, source) or encoder
-            fields["max_source_positions"] = _named(encoder, source).get("max_source_positions")
+    encoder = _encoder(parts, source) if fields["is_encoder_decoder"] else None
+    if encoder is not None:
+        fields["max_source_positions"] = encoder.get("max_source_positions")
+    # Fields that the decoder's part lacks may stand in an outer one. The whole configuration comes first.
     whole = ChainMap(*({name: value for name, value in part.items() if value is not None} for part in parts))
     if "num_hidden_layers" not in fields and isinstance(name := whole.get(OTHER_MODEL), str):
         raise ModelFileError(f"{source}: {OTHER_MODEL}: its text decoder is another model: give {shown(name)}")
     for name, others in OF_THE_WHOLE.items():
         fields[name] = next((whole[other] for other in others if other in whole), None)
     return Fields(fields, source)
+
+
+def _beside(parts: list[Mapping[str, Any]]) -> list[str]:
+    """Return the fields about windows in outer parts of unknown types that the last part, the decoder's, has otherwise.
+
+    It is not known whether they are about the decoder.
+    """
+    return [
+        name
+        for part in parts[:-1]
+        if classes.of(part.get("model_type")) is classes.UNKNOWN
+        for name in (*NAMES["layer_types"], *NAMES["sliding_window"])
+        if part.get(name) not in (None, -1, 0, parts[-1].get(name))
+    ]
+
+
+def _has_encoder(parts: list[Mapping[str, Any]]) -> bool:
+    """Return whether a part, or the defaults of its class, says that the decoder attends over an encoder's tokens."""
+    name = "is_encoder_decoder"
+    return any(part.get(name, classes.of(part.get("model_type")).defaults.get(name)) is True for part in parts)
+
+
+def _encoder(parts: list[Mapping[str, Any]], source: str) -> dict[str, Any] | None:
+    """Return the fields of the encoder that the first of the parts has, by the names of `NAMES`; None: none has one."""
+    found = next((part[name] for part in parts for name in ENCODERS if isinstance(part.get(name), Mapping)), None)
+    return None if found is None else _named(_part(found, source) or found, source)
 
 
 def _image_tokens(vision: Any) -> int | None:

@@ -23,7 +23,10 @@ MOST_WAIT = 1.0  # seconds for a block that another thread gets, which an interr
 
 
 class Fetching:
-    """Gets blocks of a prefix from a store; waits no longer than `timeout` seconds for it."""
+    """Gets blocks of a prefix from a store; waits no longer than `timeout` seconds for it.
+
+    `num_forgets` of the client rises when a prompt is forgotten. Blocks that were read before it rose are not added.
+    """
 
     def __init__(self, prefix: _core.Prefix, client: StoreClient, timeout: float, block_size: int, nbytes: int) -> None:
         self._prefix, self._client, self._timeout = prefix, client, timeout
@@ -41,7 +44,8 @@ class Fetching:
             with self._alone(missing[0], timeout) as is_alone:
                 if is_alone and not self._fetch_part(tokens, num_tokens, missing[:num], timeout, num_forgets):
                     break
-            # The blocks of the part are there now, but are not known if no state follows.  Others may have added some.
+            # If this thread added the part, the rest is left. `_missing` might list the part again: with recurrent
+            # states, known tokens end at the last state. Otherwise another thread may have added some.
             missing = missing[num:] if is_alone else self._missing(tokens, num_tokens)
             timeout = deadline - time.monotonic()
 

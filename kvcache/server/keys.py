@@ -69,7 +69,8 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class Tenant:
     """Who has a key: a part of the cache that is kept for it, so many requests at once, and prompts that it pinned.
 
-    `adapters` are those that it may ask for; None: all.
+    `adapters` are those that it may ask for; None: all. `prefixes` has a prefix cache for each model name that
+    it may ask for: the base model's, and those of adapters.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Tenant:
             raise ApiError(message, status=429, code="rate_limit_exceeded")
 
     def check_model(self, name: str | None) -> None:
-        """Raise for a model that there is not, or not for this key."""
+        """Raise for a model that there is not, or not for this key; None is the base model."""
         if name is not None and name not in self.prefixes:
             names = " or ".join(map(repr, self.prefixes))
             raise ApiError(f"model: there is {names} alone", "model", status=404, code="model_not_found")

@@ -61,7 +61,8 @@ class Memory:
         """
         if self.weights_read is None:
             return None
-        return self.weights_read + self.experts * (1 - (1 - self.share_used) ** sequences - self.share_used)
+        share = 1 - (1 - self.share_used) ** sequences  # of the experts, which one token or more goes through
+        return self.weights_read + self.experts * (share - self.share_used)  # `weights_read` has those of one token
 
 
 @dataclass(frozen=True)
