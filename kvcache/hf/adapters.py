@@ -23,10 +23,10 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._model = model
         self.names: list[str] = [*getattr(model, "peft_config", ())]
-        self._layers = _layers_of(model) if self.names else []
+        self._layers = _layers_of(model) if self.names else []  # those that adapters change
         before = [([*layer.active_adapters], layer.disable_adapters) for layer in self._layers]
-        self._states: dict[str | None, list[State]] = {None: before}
-        self._active: str | None = None
+        self._states: dict[str | None, list[State]] = {None: before}  # of the layers, by active adapter
+        self._active: str | None = None  # the adapter that was activated last; None: as at first
 
     def check(self, name: str) -> None:
         """Raise ValueError unless the model has this adapter, and can switch to it."""

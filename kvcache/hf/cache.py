@@ -158,10 +158,10 @@ class HFCache(SaveableBatch, Cache):
         own_decoder = Decoder(self._cache, torch.get_default_dtype())  # until the model brings some rows
         made = Maker(self._passes, own_decoder, self._follows_config).layers(parts)
         Cache.__init__(self, layers=made)  # a cache for MiniMax has another base, which takes no layers
-        self.texts = TextBatch(self._passes, _recurrent_of(made), own_decoder)
+        self.texts = TextBatch(self._passes, _recurrent_of(made), own_decoder)  # its sequences, states and tokens
         self.texts.goes_on_by_one_token = is_recurrent and decoder.model_type in BY_ONE_TOKEN
         self.texts.follows_from_later = bool(both_ways(decoder) or rotation_by_length(decoder))
-        self.beginnings = Beginnings(self.texts, prefix, placeholders_of(config))
+        self.beginnings = Beginnings(self.texts, prefix, placeholders_of(config))  # what comes from a prefix cache
         if decoder.model_type in REPLACED or any(layer.value_in_key for layer in layers):
             install(type(decoder))
 

@@ -161,7 +161,7 @@ class HeldKeys:
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = keys
-        self.layers = self
+        self.layers = self  # it stands for each of them, too
 
     def __getitem__(self, layer_idx: int) -> HeldKeys:
         return self

@@ -27,7 +27,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # lent to the last tensor
         self._user: Callable[[], object] = lambda: None  # returns what the last tensor's storage refers to, while it is
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -50,12 +50,12 @@ class Decoder:
     def __init__(self, cache: KVCache, dtype: torch.dtype) -> None:
         self._cache, self.dtype = cache, dtype
         self.v_dims = [layer.v_head_dim for layer in cache.layers]
-        self._shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in cache.layers]
+        self._shapes = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in cache.layers]  # by layer
         self.forget()
 
     def forget(self) -> None:
         """Free the memory that is kept for the next rows."""
-        self._k, self._v = Scratch(), Scratch()
+        self._k, self._v = Scratch(), Scratch()  # memory of decoded keys and values
 
     def decode_rows(
         self, layer: int, seq_ids: Sequence[int], num_columns: int, num_new: int = 0

@@ -129,20 +129,20 @@ class Engine:
             self.prefix = _make_prefix(model, dtype, select, arguments) if prefix is None else prefix
             if prefix is None:
                 arguments = {name: value for name, value in arguments.items() if name in OF_ROWS}
-            self._packed = Packed(model, dtype=dtype, prefix=self.prefix, select=select, **arguments)
+            self._packed = Packed(model, dtype=dtype, prefix=self.prefix, select=select, **arguments)  # feeds texts
         except BaseException:
             model.set_attn_implementation(attention)
             raise
         policies = {layer.policy for layer in self.prefix.cache.layers}
         self._most_rows = max(most_rows(policy, INT32_MAX, self._prompt_tokens) for policy in policies)  # of a text
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards the requests; told when the thread has work
         self._adapters: WeakKeyDictionary[PrefixCache, str] = WeakKeyDictionary()  # of tenants that have one
         self._waiting: list[Running] = []  # in the order of arrival, as the next ones
-        self._running: list[Running] = []
-        self._cancelled: set[Request] = set()
+        self._running: list[Running] = []  # have a sequence
+        self._cancelled: set[Request] = set()  # which the next step ends
         self._is_closing, self._why_closed = False, "the engine is closed"
         self._num_submitted = self._num_generated = self._num_put_back = 0
-        self._process = os.getpid()
+        self._process = os.getpid()  # which has the thread: a child of fork does not
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)

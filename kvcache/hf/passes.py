@@ -198,7 +198,7 @@ class Passes:
         self.queries: Queries | None = None  # of the tokens, for `HFCache.evict`; None: they are not noted
         self.seq_ids: list[int] = []  # the sequence of each batch index
         self.forget()
-        self._num_layers = cache.num_layers
+        self._num_layers = cache.num_layers  # those that a pass goes through
         self.is_source = [isinstance(layer.policy, CrossAttention) for layer in self.layers]  # over an encoder
         self.calls = {"kernel": 0, "dense": 0, "fallback": 0}  # how often a layer was attended over by each means
         if select is not None:

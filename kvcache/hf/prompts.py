@@ -132,13 +132,13 @@ class Prompts:
         self.num_matched = 0  # columns that the sequences held when they were acquired
         # Columns at which an earlier prompt diverged from these, and no state was kept.
         self._branches: set[int] = set()
-        self._has_store = prefix.stats.store is not None
+        self._has_store = prefix.stats.store is not None  # whether full blocks are also written to a store
         # By row: tokens up to the end of the last full block behind the prompt, and the state there, for `release`.
         self._ends_of_blocks: dict[int, tuple[int, bytes]] = {}
 
     def _take(self, rows: list[Prompt]) -> None:
         """Go on with these prompts, and note where they begin and end: each pass asks for it."""
-        self._rows = rows
+        self._rows = rows  # one for each row of the batch
         self._begins = np.array([[prompt.leading] for prompt in rows])  # [batch, 1]
         self.most_leading = max(prompt.leading for prompt in rows)
         self.end = max(prompt.leading + len(prompt.tokens) for prompt in rows)

@@ -41,7 +41,7 @@ class Recurrent:
         self._all = {(i, STATE) for i in self.layers}  # indices of layers, and their parts
         self._all |= {(i, ROWS) for i in rows}
         self._all |= {(i, KEYS) for i, layer in enumerate(layers) if getattr(layer, "index_keys", None) is not None}
-        self._reached: set[tuple[int, int]] = set()
+        self._reached: set[tuple[int, int]] = set()  # parts that the last pass has come to
         # By rising column: the state of each row behind it. Caches that go on from the same tokens share the bytes.
         self._kept: dict[int, list[bytes]] = {}
 

@@ -78,10 +78,10 @@ class Request:
             self._generator.seed()
         else:
             self._generator.manual_seed(integer(seed, "seed", 0, INT64_MAX))
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # told when there are more tokens, or it has ended
         self._listeners: list[Callable[[], object]] = []  # called when there are more tokens, or it has ended
-        self._when_done: list[Callable[[Request], object]] = []
-        self.on_cancel: Callable[[Request], object] = lambda request: None
+        self._when_done: list[Callable[[Request], object]] = []  # called once it has ended
+        self.on_cancel: Callable[[Request], object] = lambda request: None  # how the engine learns of `cancel`
         self._prepare(model, options)
 
     # ---- what its user calls

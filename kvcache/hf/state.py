@@ -291,12 +291,12 @@ class Filler:
     """Chooses what of a file becomes the rows of the batch, in an empty cache."""
 
     def __init__(self, part: Any) -> None:
-        self.part = part
-        self.seen = 0
-        self.seq_ids: list[int] = []
-        self.offsets: list[int] = []
-        self.text: torch.Tensor | None = None
-        self.ahead: list[list[int]] = []
+        self.part = part  # an `HFCache`
+        self.seen = 0  # columns that the file has
+        self.seq_ids: list[int] = []  # by row of the batch
+        self.offsets: list[int] = []  # by row, the column of position 0
+        self.text: torch.Tensor | None = None  # the tokens of all rows
+        self.ahead: list[list[int]] = []  # by row, how far positions are ahead of columns
 
     def choose(self, saved: state.SavedState) -> dict[int, int]:
         """Return which sequences of a file are restored, and under which ids."""

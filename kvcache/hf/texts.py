@@ -263,6 +263,7 @@ class PieceByPiece:
 
     def __init__(self, model: Any, texts: TextBatch, size: int | None, is_held: bool = False) -> None:
         self._model, self._texts = model, texts
+        # Whether states are to be kept before the last tokens of a prompt.
         self._goes_back = is_held and bool(texts.recurrent.layers) and not texts.keeps_states
         self._size = size or (CHECKPOINT_TOKENS if texts.keeps_states else PREFILL_TOKENS)
 

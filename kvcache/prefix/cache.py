@@ -245,11 +245,11 @@ class PrefixCache:
             "state_bytes": of_state,
             "max_checkpoint_bytes": most or None,
         }
-        self._written = _Written(num_events)
-        self._common: dict[str, Any] = common
-        self._client: StoreClient | None = None
-        self._fetching: Fetching | None = None
-        self._watch: Watch | None = None
+        self._written = _Written(num_events)  # for `take_events`
+        self._common: dict[str, Any] = common  # what a tenant's prefix cache is made with as well
+        self._client: StoreClient | None = None  # None: there is no store
+        self._fetching: Fetching | None = None  # gets blocks from the store, if any
+        self._watch: Watch | None = None  # has new blocks written to the store, if any
         self._forgotten: deque[NDArray[np.uint8]] = deque()  # names of dropped blocks, until the client has them
         if store is not None:
             self._use(store, seconds)
@@ -616,7 +616,7 @@ class _Written:
     def __init__(self, most: int) -> None:
         self.most = most
         self.names: deque[str] = deque(maxlen=most)
-        self.are_lost = False
+        self.are_lost = False  # whether some were dropped since the last `take`
 
     def note(self, name: str) -> None:
         """Note a block, in place of the oldest one if there is no room."""

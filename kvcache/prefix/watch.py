@@ -38,7 +38,7 @@ class Watch:
     """Commits the batches of a cache whose prefix caches have stores."""
 
     def __init__(self, core: _core.Cache) -> None:
-        self._core = core
+        self._core = core  # the cache
         self._written: dict[int, _Written] = {}  # by `Prefix.user`
         self._new: deque[tuple[int, str, int]] = deque()  # blocks to be queued: number of the prefix, name, id
         self.begin()

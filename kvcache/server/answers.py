@@ -17,7 +17,7 @@ class Answer:
     def __init__(self, model: str, is_chat: bool, is_stream: bool) -> None:
         self._is_chat = is_chat
         kind = "chat.completion" if is_chat else "text_completion"
-        self._head: dict[str, Any] = {
+        self._head: dict[str, Any] = {  # the fields that all of its pieces have
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
             "object": f"{kind}.chunk" if is_chat and is_stream else kind,
             "created": int(time.time()),

@@ -72,9 +72,9 @@ class Server:
             raise ValueError("the cache's capacity leaves no room for a request beside all quotas")
         served.try_one()
         self.turns = Turns(limits.max_running, limits.max_waiting)
-        self.answering: set[Answering] = set()
+        self.answering: set[Answering] = set()  # requests that are answered
         self.readers: set[Any] = set()  # tasks that wait for a request's body
-        self.is_stopping = False
+        self.is_stopping = False  # whether requests are refused
         self.registry = CollectorRegistry()
         prefixes: dict[tuple[str, ...], PrefixCache] = {
             (one.name, model): prefix for one in self.tenants for model, prefix in one.prefixes.items()
@@ -272,7 +272,7 @@ class Answering:
         self.choices: list[Choice] = []
         self.model = ask.model or server.served.name
         self.answer = Answer(self.model, ask.chat is not None, ask.is_stream)
-        self.error: ApiError | None = None
+        self.error: ApiError | None = None  # which ends the answer
         self.status = 200  # for the log; an error has its own
         self._tasks: list[asyncio.Task[None]] = []
         server.answering.add(self)
@@ -383,9 +383,9 @@ class Choice:
         self.answering, self.prompt, self.max_tokens, self.seed, self.grammar = (
             answering, prompt, max_tokens, seed, grammar,
         )  # fmt: skip
-        self.request: Request | None = None
-        self.reason, self.num_generated = "cancelled", 0
-        self._has_called = False
+        self.request: Request | None = None  # None: it has not begun
+        self.reason, self.num_generated = "cancelled", 0  # reason: why it ended
+        self._has_called = False  # whether a call of a tool was handed out
 
     @property
     def num_matched(self) -> int:

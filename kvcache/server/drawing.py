@@ -40,7 +40,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, num_tokens: int, end: int | list[int] | None) -> None:
         self._tokenizer, self._num_tokens, self._end = tokenizer, num_tokens, end
-        self._made: Any = None
+        self._made: Any = None  # llguidance's tokenizer, once it is needed
 
     def of_schema(self, schema: dict[str, Any], param: str) -> Grammar:
         """Return what keeps an answer within a schema of JSON."""
@@ -120,8 +120,8 @@ class Grammar:
 
     def __init__(self, matcher: Any, num_tokens: int, param: str, behind: int | None = None) -> None:
         self._matcher, self._num_tokens, self._param, self._behind = matcher, num_tokens, param, behind
-        self._is_free = behind is not None
-        self._mask = np.full((num_tokens + 31) // 32, -1, np.int32)
+        self._is_free = behind is not None  # whether `behind` has not come yet
+        self._mask = np.full((num_tokens + 31) // 32, -1, np.int32)  # a bit for each token: whether it may come
 
     def copy(self, behind: int | None) -> Grammar:
         """Return one for another answer."""

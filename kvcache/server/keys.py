@@ -92,6 +92,7 @@ class Tenant:
         served.reserve(pinned)
         self.num_requests = 0
         self.preparing = asyncio.Lock()  # one prompt of a key is made at a time, so that others' have threads
+        # By model and pinned tokens: how many tokens are pinned, whole blocks, and the timer that ends it.
         self._pins: dict[tuple[str, tuple[int, ...]], tuple[int, asyncio.TimerHandle]] = {}
 
     @property
@@ -144,7 +145,7 @@ class Tenants:
     """All who may ask. Without keys there is one, for everybody, which pins nothing."""
 
     def __init__(self, served: Served, keys: dict[str, dict[str, Any]] | None) -> None:
-        self.is_open = keys is None
+        self.is_open = keys is None  # whether everybody may ask, without a key
         named = {"": {"name": "all", "max_requests": math.inf}} if keys is None else keys
         self._all = [Tenant(served, key, **settings) for key, settings in named.items()]
 

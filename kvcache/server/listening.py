@@ -28,8 +28,8 @@ class Protocol(H11Protocol):
     def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
-        self._timer: asyncio.TimerHandle | None = None
-        self._sending: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # closes it if no request comes
+        self._sending: asyncio.TimerHandle | None = None  # ends it if the client takes nothing
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request."""

@@ -121,10 +121,10 @@ class Served:
         self._room = capacity - 2 * self._block_size  # a block may be shared, and another one filled in part
         self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
-        self._defaults = model.generation_config
+        self._defaults = model.generation_config  # options that a request does not give
         ends = self._defaults.eos_token_id
         self._grammars = Grammars(tokenizer, min(self.num_tokens, max(len(tokenizer), 1)), ends)
-        self.format: Format | None = format_of(str(tokenizer.chat_template or ""))
+        self.format: Format | None = format_of(str(tokenizer.chat_template or ""))  # of calls of tools
         self._hidden = hidden_tokens(tokenizer)  # from answers
         self._hidden_beside_calls = hidden_tokens(tokenizer, [self.format.opening] if self.format else [])
 

@@ -82,10 +82,10 @@ class Speech:
 
     def __init__(self, format: Format | None, tools: list[str], thinks: bool = False) -> None:
         self._format, self._tools = format if tools else None, tools
-        self._mode = "thoughts" if thinks else "begin"
-        self._held = ""
-        self._skips_space = thinks
-        self.num_calls = 0
+        self._mode = "thoughts" if thinks else "begin"  # what comes now: these, a "call", or "said" text
+        self._held = ""  # text whose kind is not sure yet
+        self._skips_space = thinks  # whether blanks at the front of it are left out
+        self.num_calls = 0  # so far
 
     def add(self, text: str) -> list[tuple[str, str] | Call]:
         """Return the parts that are sure now."""
@@ -175,7 +175,7 @@ class TemplatedSpeech:
 
     def __init__(self, parser: Any) -> None:
         self._parser = parser
-        self.num_calls = 0
+        self.num_calls = 0  # so far
 
     def add(self, text: str) -> list[tuple[str, str] | Call]:
         """Return the parts that are sure now."""

@@ -59,10 +59,10 @@ class Text:
         """Begin a text; `hidden` tokens are not shown: by default special ones."""
         self._tokenizer, self._stop = tokenizer, stop
         self._hidden = hidden_tokens(tokenizer) if hidden is None else hidden
-        self._tokens: list[int] = []
+        self._tokens: list[int] = []  # those that are shown
         # The last tokens that had text are decoded again before new ones, whose text may depend on them.
         self._begin = self._end = 0
-        self._held = ""
+        self._held = ""  # text that may become a stop sequence
 
     def add(self, token: int) -> tuple[str, bool]:
         """Return what may be shown after another token, and whether the text has come to a stop sequence."""

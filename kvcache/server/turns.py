@@ -17,7 +17,7 @@ class Turns:
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
         self.max_running, self.max_waiting = max_running, max_waiting
-        self.num_running = self.num_waiting = 0
+        self.num_running = self.num_waiting = 0  # answers
         self._queues: dict[Hashable, deque[asyncio.Future[None]]] = {}  # the next key's first
 
     async def begin(self, key: Hashable, may_refuse: bool = True) -> None:

@@ -96,9 +96,9 @@ class StoreClient:
     """
 
     def __init__(self, store: MutableMapping[str, bytes], *, most_bytes: int = INT64_MAX - 1) -> None:
-        self._tenant = Tenant(most_bytes)
+        self._tenant = Tenant(most_bytes)  # who reads and writes here
         self._looker = Tenant(most_bytes, only_keys=True)  # for `count`
-        self._shared = _shared(store)
+        self._shared = _shared(store)  # with all clients of the store
 
     def get_many(
         self, keys: Iterable[str], timeout: float, *, patience: float | None = None, stop_at_miss: bool = False
@@ -223,7 +223,7 @@ class _Shared:
     def __init__(self, store: MutableMapping[str, bytes]) -> None:
         self.store = store
         self.has_warned = False
-        self.doomed = Doomed()
+        self.doomed = Doomed()  # keys that were forgotten, and are not deleted yet
         self.begin()
 
     def begin(self) -> None:

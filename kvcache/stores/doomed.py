@@ -36,7 +36,7 @@ class Doomed:
         """Begin with nobody at work; again in a forked child, which does not have its parent's threads."""
         self._lock = threading.RLock()
         self._changed = Condition(self._lock)
-        self._num_adding = self._num_forgetting = 0
+        self._num_adding = self._num_forgetting = 0  # how many `adding` and `forgetting` go on
 
     def __contains__(self, key: str) -> bool:
         return key in self._keys

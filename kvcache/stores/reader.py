@@ -86,10 +86,10 @@ class Reader:
         self.store = store
         self.lock = lock
         self.worker = Worker("read", lock, self._work, NUM_THREADS)
-        self.answers = 0
+        self.answers = 0  # how many the store has given
         self._answered = -math.inf  # when the store last did
         self._tenants: Living[Tenant] = Living()  # those who have asked
-        self._reads_many = False
+        self._reads_many = False  # whether it reads many keys in one call
         self._waiting: dict[tuple[object, ...], dict[Read, None]] = {}  # reads, by the names of their keys
         self._flying: set[tuple[object, ...]] = set()  # the names of keys that are being read
         self._cuts: dict[tuple[object, ...], float] = {}  # when the values of flying keys were deleted

@@ -94,7 +94,7 @@ class ValkeyStore(MutableMapping[str, bytes]):
         elif given:
             raise ValueError(f"{shown(url)} takes no TLS: certificates need valkeys:// or valkeys+cluster://")
         self._url = shown(url)
-        self._client_and_process: tuple[Any, int] | None = None
+        self._client_and_process: tuple[Any, int] | None = None  # None: the next call makes one
         import_valkey()
 
     def __getstate__(self) -> dict[str, Any]:

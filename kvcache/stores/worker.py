@@ -24,10 +24,10 @@ class Breaker:
     """Leaves a store alone after failures in a row. Called with the lock of what it guards held."""
 
     def __init__(self) -> None:
-        self.failures = 0
-        self.pause = FIRST_PAUSE
-        self.until = 0.0
-        self.probing = False
+        self.failures = 0  # in a row
+        self.pause = FIRST_PAUSE  # seconds of the next pause
+        self.until = 0.0  # when the pause ends, by time.monotonic()
+        self.probing = False  # whether the store is being asked once more, after a pause
 
     @property
     def is_open(self) -> bool:
@@ -62,12 +62,12 @@ class Worker:
 
     def __init__(self, name: str, lock: threading.RLock, work: Callable[[], None], most_threads: int = 1) -> None:
         self.name = name
-        self.work = work
+        self.work = work  # takes jobs from the queue, and does them
         self.most_threads = most_threads
         self.lock = lock
-        self.changed = Condition(lock)
+        self.changed = Condition(lock)  # told when a job comes or ends
         self.breaker = Breaker()
-        self.queue: deque[Any] = deque()
+        self.queue: deque[Any] = deque()  # jobs that wait
         self.threads: set[threading.Thread] = set()
         self.busy: dict[threading.Thread, float] = {}  # when each thread began what it does
 

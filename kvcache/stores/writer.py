@@ -63,7 +63,7 @@ class Writer:
         self._doomed, self._settle = doomed, settle
         self.lock = lock
         self.worker = Worker("write", lock, self._work)
-        self._at_work: Sequence[Write] = ()
+        self._at_work: Sequence[Write] = ()  # writes that the thread does now
         self._warn = warn
 
     # ---- what callers do
