@@ -221,12 +221,13 @@ INLINE void multiply_four(int num_q, ivec (*sums)[2][2], const char *const third
     }
 }
 
-/* Multiplies all quads of a panel by num_q rows of digits, and adds products to the sums. */
+/* Multiplies all quads of a panel by num_q rows of digits, `stride` bytes apart, and adds products to the sums.  steps:
+ * the number of quads. */
 INLINE void multiply_panel(int num_q, ivec (*sums)[2][2], const char *digits, ptrdiff_t stride, const char *panel,
                            int steps, prefetcher *next) {
-    const char *third[2] = {digits, digits + 3 * stride};
+    const char *third[2] = {digits, digits + 3 * stride}; /* rows 0 and 3: the others' addresses follow (row_from) */
     prefetcher p = *next;
-    __asm__("" : "+r"(third[0]), "+r"(third[1]));
+    __asm__("" : "+r"(third[0]), "+r"(third[1])); /* so that compilers do not compute one from the other */
     for (int i = 0; i < steps; i++, panel += PANEL_BYTES) {
         const ivec x[2] = {i_load(panel), i_load(panel + LANES * FOUR)};
         prefetch_step(&p, LINES_PER_STEP);
