@@ -266,7 +266,11 @@ class Packed:
 
 
 class Running(Text):
-    """A request whose tokens are fed, or that waits for it."""
+    """A request whose tokens are fed, or that waits for it.
+
+    It has a sequence and `_prompts` from `begin` until `release` or `withdraw`. `_ends` are tokens behind which a piece
+    of its prompt is to end, and `_names` the names of the prompt's full blocks.
+    """
 
     def __init__(self, request: Request, prefix: PrefixCache, adapter: str | None) -> None:
         super().__init__()

@@ -183,7 +183,8 @@ class Passes:
     `turns` is what the caches on these rows share. `has_readers` says whether some layers of the model have no rows,
     and attend to the rows of earlier layers. `select` is the argument of `HFCache`, kept as `num_selected`. `num_rows`
     counts the layers of rows: those behind them hold what lies beside rows, such as an indexer's keys. `config` is the
-    model's.
+    model's. `last` is the pass that runs, or ran last; None: that one has ended. `num_seen` counts the columns of ended
+    passes.
     """
 
     def __init__(

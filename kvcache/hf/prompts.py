@@ -108,7 +108,7 @@ class Prompts:
 
     The tokens that calls of a model feed are noted for each column. UNKNOWN stands where no call told a token, and
     where the row does not follow from tokens alone. A row is kept under tokens that equal these, up to the first that
-    differs.
+    differs. `_fed` has these tokens, and `_branches` the columns at which an earlier prompt diverged from them.
     """
 
     def __init__(

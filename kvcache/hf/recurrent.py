@@ -31,7 +31,8 @@ class Recurrent:
 
     In each pass it comes to the parts of the layers, a state or the rows, in the same order. So a pass begins where a
     part is reached again; if it does before the last one was through, that one failed, and some states have its tokens.
-    `layers` are all layers of the cache, `rows` the indices of those that have keys and values.
+    `layers` are all layers of the cache, `rows` the indices of those that have keys and values. `_reached` has
+    the parts that the last pass has come to, and `_kept` the states that were kept, by column.
     """
 
     def __init__(self, layers: Sequence[Any], rows: Sequence[int]) -> None:

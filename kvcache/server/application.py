@@ -375,7 +375,7 @@ class Answering:
 
 
 class Choice:
-    """One answer to one prompt."""
+    """One answer to one prompt. `request` is the engine's, once its turn has come, and `reason` why it has ended."""
 
     def __init__(
         self, answering: Answering, prompt: Prompt, max_tokens: int, seed: int | None, grammar: Grammar | None

@@ -115,7 +115,8 @@ def check_multiples(schema: Any, param: str) -> None:
 class Grammar:
     """Keeps an answer within a grammar: it changes the scores of tokens, and `ends` says when the answer is complete.
 
-    With `behind`, a token such as the end of thoughts, what comes before that token is free.
+    With `behind`, a token such as the end of thoughts, what comes before that token is free. `_matcher`, llguidance's,
+    says which tokens may come next, and `_mask` has a bit for each.
     """
 
     def __init__(self, matcher: Any, num_tokens: int, param: str, behind: int | None = None) -> None:

@@ -23,7 +23,10 @@ GRACE = 5.0  # seconds that answers have once the server is told to stop
 
 
 class Protocol(H11Protocol):
-    """Ends a connection whose request's headers do not come in time, or that does not take what is sent."""
+    """Ends a connection whose request's headers do not come in time, or that does not take what is sent.
+
+    `_timer` runs while it waits for headers, `_sending` while the client does not take what is sent.
+    """
 
     def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -68,7 +68,8 @@ def format_of(template: str) -> Format | None:
 class Speech:
     """Takes the text of an answer in pieces, and returns its parts.
 
-    A part is a `Call`, or the kind of a text ("content", "reasoning_content") and the text.
+    A part is a `Call`, or the kind of a text ("content", "reasoning_content") and the text. `_held` is text whose kind
+    is not sure yet. `_mode` is what it is a part of: thoughts, a call, or what is said; or the answer is yet to begin.
 
     Parameters
     ----------

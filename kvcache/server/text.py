@@ -53,7 +53,10 @@ def hidden_tokens(tokenizer: Any, shown: Sequence[str] = ()) -> frozenset[int]:
 
 
 class Text:
-    """The text of an answer. It hands out whole characters, and nothing that may become a stop sequence."""
+    """The text of an answer. It hands out whole characters, and nothing that may become a stop sequence.
+
+    `_held` is text that is not handed out yet. Tokens up to `_end` were decoded, the last of them from `_begin` on.
+    """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], hidden: frozenset[int] | None = None) -> None:
         """Begin a text; `hidden` tokens are not shown: by default special ones."""

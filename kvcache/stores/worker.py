@@ -21,7 +21,10 @@ logger = logging.getLogger("kvcache")
 
 
 class Breaker:
-    """Leaves a store alone after failures in a row. Called with the lock of what it guards held."""
+    """Leaves a store alone after failures in a row. Called with the lock of what it guards held.
+
+    After `MAX_FAILURES`, nobody asks the store until the time `until`. Then one caller does, which is `probing`.
+    """
 
     def __init__(self) -> None:
         self.failures = 0  # in a row
@@ -58,7 +61,11 @@ class Breaker:
 
 
 class Worker:
-    """A queue, the threads that work it off, and the breaker of what they do; all fields under the store's lock."""
+    """A queue, the threads that work it off, and the breaker of what they do; all fields under the store's lock.
+
+    `work` takes jobs from the queue, and does them. `busy` has the threads that do it now, and `changed` is told when a
+    job comes or ends.
+    """
 
     def __init__(self, name: str, lock: threading.RLock, work: Callable[[], None], most_threads: int = 1) -> None:
         self.name = name

@@ -48,7 +48,8 @@ class Writer:
     """The thread that writes to a store, and what waits for it.
 
     `warn` takes an error; `settle` takes a doomed key that was deleted or written anew, and the number of its
-    forgetting. Both are called without the lock.
+    forgetting. Both are called without the lock. `worker.queue` has the writes that wait, `_at_work` those of the call
+    that goes on.
     """
 
     def __init__(
