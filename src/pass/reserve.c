@@ -45,9 +45,9 @@ static kvc_status check_next(const kvc_cache *cache, int64_t seq_id) {
 /* Makes a probe, to ask what num_tokens more tokens of a sequence would need.  Its arrays have only array_len elements,
  * as nothing is written to them. */
 static kvc_status new_probe(kvc_cache *cache, int64_t seq_id, int32_t array_len, int32_t num_tokens, kvc_batch **out) {
-    kvc_batch *batch = kvc_batch_new(cache, array_len, /* parents */ NULL);
+    kvc_batch *batch = kvc_batch_new(cache, array_len, /* no tree */ NULL);
     if (!batch) return kvc_fail(KVC_ERR_NOMEM, "out of memory for a batch of %d tokens", array_len);
-    if (kvc_batch_add_sequence(batch, seq_id, /* is_unstored */ 0) < 0) {
+    if (kvc_batch_add_sequence(batch, seq_id, /* it is stored */ 0) < 0) {
         kvc_discard_batch(batch);
         return kvc_fail_sequence(seq_id);
     }
