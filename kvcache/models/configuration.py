@@ -160,6 +160,7 @@ def text_decoder(values: Mapping[str, Any], source: str) -> Fields:
     fields = _named(parts[-1], source)
     fields["model_types"] = [name for part in parts if isinstance(name := part.get("model_type"), str)]
     fields["beside"] = _beside(parts)
+    # A `PREFIXED` decoder gets what its encoder made as tokens.
     fields["is_encoder_decoder"] = fields.get("model_type") != PREFIXED and _has_encoder(parts)
     if fields.get("cross_attention_layers") and (tokens := _image_tokens(parts[0].get("vision_config"))) is not None:
         fields["max_source_positions"] = tokens
@@ -180,19 +181,21 @@ def _beside(parts: list[Mapping[str, Any]]) -> list[str]:
 
     It is not known whether they are about the decoder.
     """
-    return [
-        name
-        for part in parts[:-1]
-        if classes.of(part.get("model_type")) is classes.UNKNOWN
-        for name in (*NAMES["layer_types"], *NAMES["sliding_window"])
-        if part.get(name) not in (None, -1, 0, parts[-1].get(name))
-    ]
+    found, names = list[str](), (*NAMES["layer_types"], *NAMES["sliding_window"])
+    for part in parts[:-1]:
+        if classes.of(part.get("model_type")) is classes.UNKNOWN:
+            found += [name for name in names if part.get(name) not in (None, -1, 0, parts[-1].get(name))]
+    return found
 
 
 def _has_encoder(parts: list[Mapping[str, Any]]) -> bool:
     """Return whether a part, or the defaults of its class, says that the decoder attends over an encoder's tokens."""
     name = "is_encoder_decoder"
-    return any(part.get(name, classes.of(part.get("model_type")).defaults.get(name)) is True for part in parts)
+    for part in parts:
+        default = classes.of(part.get("model_type")).defaults.get(name)
+        if part.get(name, default) is True:
+            return True
+    return False
 
 
 def _encoder(parts: list[Mapping[str, Any]], source: str) -> dict[str, Any] | None:

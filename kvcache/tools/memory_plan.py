@@ -57,7 +57,7 @@ class Memory:
     def read_together(self, sequences: int) -> float | None:
         """Return the bytes of weights that are read to decode a token of each sequence at once; None: not known.
 
-        Each token is taken to choose its experts at random.
+        Each token is taken to choose its experts at random. `experts` are bytes, `share_used` of which a token reads.
         """
         if self.weights_read is None:
             return None

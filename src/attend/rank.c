@@ -131,7 +131,7 @@ static kernel_rows rows_of(const kvc_task *t, const kvc_tile *tile, int32_t as) 
         if (as == type)
             for (int64_t i = 0; i < at->n; i++) memcpy(to + i * stride, rows.first + i * rows.row, (size_t)stride);
         else if (as == KVC_INT8)
-            c->kernels->unpack(type, to, rows.first, rows.row, NULL, 0, at->n, dim, NULL);
+            c->kernels->unpack(type, to, rows.first, rows.row, NULL, 0, at->n, dim, /* minima */ NULL);
         else
             kvc_decode_rows(c->kernels, (float *)(void *)to, stride, &rows, at->n, dim);
     }

@@ -55,7 +55,7 @@ static void set_evictable(kvc_cache *cache, kvc_sequence *sequence, int32_t is_e
     if (sequence->evicting.is_evictable == is_evictable) return;
     sequence->evicting.is_evictable = is_evictable;
     if (!is_evictable) {
-        kvc_useful_note_state(cache, sequence, 0);
+        kvc_useful_note_state(cache, sequence, /* bytes */ 0);
         kvc_useful_remove(cache, sequence);
     }
     for (int32_t g = 0; g < cache->num_token_groups; g++) {

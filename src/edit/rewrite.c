@@ -1,7 +1,8 @@
 /* rewrite.c: makes, checks, copies and accepts rewrites.  A rewrite gives a sequence new runs in one group: a change
  * (kvc_change) moves rows to other positions, or copies them to slots of the sequence's own.  Copiers are threads.  A
  * row's delta is how far it has moved since its key was rotated.  A change either adds to deltas, or applies them:
- * rotates the copied keys and sets deltas to 0.  A piece is rows whose keys a KVC_ROPE_FUNCTION moves in one call. */
+ * rotates the copied keys and sets deltas to 0.  Rows may be selected by sketches, which follow from keys.  A piece is
+ * rows whose keys a KVC_ROPE_FUNCTION moves in one call. */
 #include "edit/rewrite.h"
 
 #include <string.h>

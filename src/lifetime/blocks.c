@@ -8,7 +8,7 @@
 
 static void visit_table(const kvc_table *table, int32_t g, kvc_runs_fn *visit, void *context) {
     for (const kvc_sequence *s = kvc_table_first(table); s; s = kvc_table_next(table, s))
-        visit(context, kvc_runs_begin(&s->runs[g]), s->runs[g].num, s, 0);
+        visit(context, kvc_runs_begin(&s->runs[g]), s->runs[g].num, s, /* in_batch */ 0);
 }
 
 void kvc_visit_runs(const kvc_cache *cache, int32_t g, kvc_runs_fn *visit, void *context, int loaded) {
@@ -18,10 +18,10 @@ void kvc_visit_runs(const kvc_cache *cache, int32_t g, kvc_runs_fn *visit, void 
     const kvc_batch *batch = cache->batch;
     for (int32_t s = 0; batch && s < batch->num_sequences; s++) {
         const kvc_pending *pending = kvc_pending_of(batch, g, s);
-        visit(context, pending->runs, pending->num, batch->sequences[s].sequence, 1);
+        visit(context, pending->runs, pending->num, batch->sequences[s].sequence, /* in_batch */ 1);
     }
     for (const kvc_cross_put *put = batch ? batch->cross_puts : NULL; put; put = put->next)
-        if (put->group == g) visit(context, &put->run, 1, batch->sequences[put->member].sequence, 1);
+        if (put->group == g) visit(context, &put->run, 1, batch->sequences[put->member].sequence, /* in_batch */ 1);
 }
 
 /* ---- blocks and runs --------------------------------------------------------------------------------------------- */

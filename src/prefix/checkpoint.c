@@ -125,7 +125,7 @@ void kvc_checkpoints_drop(kvc_checkpoints *all, kvc_node *node) {
     all->num--;
     node->checkpoint = NULL;
     checkpoint->node = NULL;
-    if (node->rows) kvc_useful_note_state(all->cache, node->rows, 0);
+    if (node->rows) kvc_useful_note_state(all->cache, node->rows, /* bytes */ 0);
     kvc_checkpoint_use(all->cache, checkpoint, -1);
 }
 

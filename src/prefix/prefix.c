@@ -181,7 +181,7 @@ static kvc_tree *take_tree(kvc_prefix *prefix, kvc_tree *other) {
     kvc_tree *tree = prefix->tree;
     for (kvc_session *session = prefix->sessions; session; session = session->next) {
         const int32_t known_to = session->kept_to ? 0 : session->known_to; /* has it kept none, it can still keep all */
-        kvc_session_roll_back(session, 0);
+        kvc_session_roll_back(session, /* position */ 0);
         session->known_to = known_to;
         kvc_node_use(&tree->root, -1);
         session->last = &other->root;
@@ -232,7 +232,7 @@ void kvc_prefix_free(kvc_prefix *prefix) {
     for (int num = 1; prefix->sessions; num++) {
         kvc_sequence *sequence = prefix->sessions->sequence;
         kvc_follower *follower = sequence->follower;
-        kvc_session_roll_back(prefix->sessions, 0); /* its blocks go, too: none of them counts as used */
+        kvc_session_roll_back(prefix->sessions, /* position */ 0); /* its blocks go, too: none of them counts as used */
         sequence->follower = NULL;
         follower->ended(cache, follower);
         if (!sequence->in_batch) kvc_cache_drop_blank(cache, sequence);
@@ -345,7 +345,7 @@ static kvc_status begin(kvc_prefix *prefix, kvc_session *session, const kvc_matc
         status = kvc_make_room(&need);
     }
     if (status == KVC_OK) return KVC_OK;
-    kvc_session_roll_back(session, 0); /* so that its end does not mark the matched blocks as used */
+    kvc_session_roll_back(session, /* position */ 0); /* so that its end does not mark the matched blocks as used */
     kvc_cache_drop(cache, sequence);
     return status;
 }

@@ -29,7 +29,8 @@ static void drop_pending(kvc_session *session, int32_t position) {
 }
 
 void kvc_sessions_drop_pending(const kvc_prefix *prefix) {
-    for (kvc_session *session = prefix->sessions; session; session = session->next) drop_pending(session, 0);
+    for (kvc_session *session = prefix->sessions; session; session = session->next)
+        drop_pending(session, /* position */ 0);
 }
 
 static void drop_state(kvc_session *session) {
@@ -41,7 +42,7 @@ static void drop_state(kvc_session *session) {
 static void ended(kvc_cache *cache, kvc_follower *follower) {
     kvc_session *session = (kvc_session *)(void *)follower;
     (void)cache;
-    drop_pending(session, 0);
+    drop_pending(session, /* position */ 0);
     drop_state(session);
     kvc_node_touch(session->last);
     kvc_node_use(session->last, -1);

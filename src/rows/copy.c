@@ -30,7 +30,8 @@ static void load_columns(const transfer *x, float *to, int64_t stride, const kvc
         return;
     }
     char unpacked[MOST_FLOATS / KVC_QUANT_ELEMENTS * KVC_Q8_0_BYTES]; /* q8_0, whose blocks have scales of their own */
-    x->kernels->unpack(from->type, unpacked, rows, from->row, from->scales, from->scale_row, num_rows, num, NULL);
+    x->kernels->unpack(from->type, unpacked, rows, from->row, from->scales, from->scale_row, num_rows, num,
+                       /* minima */ NULL);
     x->kernels->convert(KVC_Q8_0, KVC_F32, to, stride, unpacked, (int64_t)kvc_row_bytes(KVC_Q8_0, num), num_rows, num);
 }
 

@@ -10,7 +10,8 @@
  * Those from `fill` to `faulted` may lack memory, and then their block is in the list of untaken ones.  Slots below
  * pages.resident were given memory beforehand.  To purge a block is to give back the pages past `fill`.
  *
- * A region is a part of a block: the keys of one head of one layer, or its values, scales or sketches. */
+ * A region is a part of a block: the keys of one head of one layer, its values, the scales of either, or its sketches.
+ * So each head has 5 (REGIONS). */
 #include "rows/pool.h"
 
 #include <string.h>
@@ -183,7 +184,7 @@ static void unopen(kvc_pool *pool, kvc_block *block) {
     pool->counts.reused -= faulted != 0;
     pool->free.num_idle += block->listed.was_idle; /* it is in front of the list, as it was */
     block->fill = faulted;                         /* the purge gives back what lies past this */
-    kvc_pool_purge(pool, block, 1);
+    kvc_pool_purge(pool, block, /* num_threads */ 1);
     block->fill = 0;
     if (!pool->is_lazy) block->pages.faulted = faulted; /* nothing was purged */
     if (block->pages.resident > block->pages.faulted) block->pages.resident = block->pages.faulted;
