@@ -142,7 +142,7 @@ def refusal(name: str, what: str, known: Iterable[str]) -> str:
 def check_names(what: str, more: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a method refuse keyword arguments that it does not have, and say which argument is missing.
 
-    `more` are names that its ``**`` takes.
+    `what` is the method's name in these errors. `more` are names that its ``**`` takes.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

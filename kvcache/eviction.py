@@ -367,7 +367,8 @@ def future(prompt: Prompt) -> F32:
     """Return how important tokens are to later tokens: the largest weight that a query of the prompt would give.
 
     Every 32nd token lends its query. The query is moved to a position behind the prompt. It is Expected Attention [1]_
-    with the queries themselves in the place of their distribution. It needs `queries`, which note the prompt.
+    with the queries themselves in the place of their distribution. The prompt's queries must have
+    been noted (`Queries`).
 
     References
     ----------

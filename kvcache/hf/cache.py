@@ -316,6 +316,7 @@ class HFCache(SaveableBatch, Cache):
                 " or reset() the cache, and feed the whole text at once"
             )
         if self.texts.recurrent.layers:
+            # The pass reaches this layer's rows. That is noted, as a pass that fails leaves recurrent states changed.
             self.texts.reach(layer_idx, ROWS)
         new: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return new

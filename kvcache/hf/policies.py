@@ -114,7 +114,11 @@ def rotation_by_length(config: PreTrainedConfig) -> str:
 
 
 def decoder_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return what a configuration says of a decoder alone: BART and its like then count the encoder's layers."""
+    """Return what a configuration says of a decoder alone.
+
+    BART's `num_hidden_layers`, for example, is the encoder's, and the decoder's is called `decoder_layers`. Only for a
+    configuration with `is_encoder_decoder` does `get_text_config` give the decoder's fields the common names.
+    """
     if "decoder_layers" not in vars(config):
         return config
     both = copy.deepcopy(config)

@@ -23,7 +23,7 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     Parameters
     ----------
     path : path
-        A Hugging Face folder with safetensors, or a GGUF file.
+        A Hugging Face folder with safetensors or any file in it, or a GGUF file.
 
     Returns
     -------
@@ -39,22 +39,22 @@ def fingerprint(path: str | os.PathLike[str]) -> str:
     digest = hashlib.blake2b(digest_size=16, person=b"kvcache-model-1")
     if not os.path.isdir(path) and is_gguf(path):
         header = read_header(path)
-        begin = min((tensor.offset for tensor in header.tensors.values()), default=0)
+        end = min((tensor.offset for tensor in header.tensors.values()), default=0)
         with open_file(path, header.stamp) as file:
-            _add(digest, file, min(begin, MAX_GGUF_HEADER))
+            _add(digest, file, header=min(end, MAX_GGUF_HEADER))
         return digest.hexdigest()
     folder = path if os.path.isdir(path) else path.parent
     digest.update(read_file(folder / "config.json", MAX_JSON, "a configuration"))
     for shard in shards(folder):
         with open_file(shard) as file:
-            _add(digest, file, 0)
+            _add(digest, file, header=0)
     return digest.hexdigest()
 
 
-def _add(digest: hashlib.blake2b, file: File, begin: int) -> None:
-    """Add a file's size, its first `begin` bytes, and samples of all of it."""
+def _add(digest: hashlib.blake2b, file: File, *, header: int) -> None:
+    """Add a file's size, its first `header` bytes, and samples of all of it."""
     digest.update(file.size.to_bytes(8, "little"))
-    digest.update(file.read(0, begin))
+    digest.update(file.read(0, header))
     last = max(0, file.size - SAMPLE)
     for at in sorted({last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
         digest.update(file.read(at, min(SAMPLE, file.size)))

@@ -135,7 +135,7 @@ int32_t kvc_count_slices(const kvc_plan *plan) {
 /* ---- masked rows ------------------------------------------------------------------------------------------------- */
 
 int64_t kvc_most_shown_runs(const kvc_plan *plan) {
-    int64_t most = plan->args.num_masked; /* each cuts one run in two, if positions ascend */
+    int64_t most = plan->args.num_masked; /* each is of one sequence, and cuts a run in two if positions ascend */
     for (int32_t s = 0; s < plan->batch->num_sequences; s++) {
         const kvc_run_list *list = &plan->batch->sequences[s].sequence->runs[plan->group];
         most += list->ascending ? list->num : list->num_rows;

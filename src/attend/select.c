@@ -288,8 +288,8 @@ static int score_listed(kvc_task *t, int64_t before, int64_t num_rows) {
 }
 
 int kvc_score_sketches(kvc_task *t) {
-    const int64_t shared = t->job->num_slices > 1 ? list_shared(t) : 0;
-    if (!score_listed(t, 0, shared)) return 0;
+    const int64_t shared = t->job->num_slices > 1 ? list_shared(t) : 0; /* leading rows of the split */
+    if (!score_listed(t, /* before */ 0, shared)) return 0;
     for (int32_t m = 0; m < t->job->num_slices; m++) {
         kvc_task view = slice_view(t, m);
         kvc_row_range own = rows_to_score(&view);

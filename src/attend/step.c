@@ -178,7 +178,9 @@ void kvc_times_scales(const kvc_task *t, const kvc_tile *tile, int is_value) {
  * where rows share lines with them. */
 static ptrdiff_t narrow_hole(const kvc_walk *w) { return w->row_bytes % KVC_CACHE_LINE ? NARROW_HOLE : 0; }
 
-/* Whether the next rows, up to `most`, lie in several stretches, which are better prefetched a few rows at a time. */
+/* Whether the next rows, up to `most`, lie in several stretches, which are better prefetched a few rows at a time.
+ * Rows with holes of more than narrow_hole bytes between them count as stretches, too.  Returns 0 if the first stretch
+ * has less than LEAST_AHEAD rows: kernels would have too few rows at a time to prefetch evenly. */
 static int is_in_stretches(const kvc_walk *w, int64_t most) {
     const kvc_walk_place *p = &w->place;
     const int64_t rows = w->left ? rows_behind(p) : 0;

@@ -15,7 +15,7 @@ kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows) {
     kvc_task view = *t;
     view.num_query_rows = num_query_rows;
     view.first_query_row += first;
-    view.tokens += first / plan->parts.heads;
+    view.tokens += first / plan->parts.heads; /* a token has so many query rows in a task */
     view.q += (size_t)first * (size_t)plan->attending.q_stride;
     view.q_blocks += (size_t)first * (size_t)plan->attending.block_stride;
     view.scores += (size_t)first * KVC_SCORES;

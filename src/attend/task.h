@@ -75,7 +75,8 @@ static inline kvc_segment *kvc_chosen_segments(const kvc_task *t) {
 }
 
 /* Return a view of num_query_rows query rows of a task, from row `first` on; and a view of the query rows of slice
- * m, which begin at row `first`. */
+ * m, which begin at row `first`.  A view has all query rows of its tokens, so `first` and the number of rows
+ * are multiples of parts.heads. */
 kvc_task kvc_view_of(const kvc_task *t, int32_t first, int32_t num_query_rows);
 kvc_task kvc_view_of_slice(const kvc_task *t, int32_t m, int32_t first);
 

@@ -119,7 +119,7 @@ static int spin(member *m, int32_t index, int64_t begin) {
     return has_come(index);
 }
 
-/* Waits until there is something for the member. */
+/* Waits until what the thread with this index in `members` waits for has come. */
 static void await(int32_t index) {
     if (has_come(index)) return;
     member *m = &members[index];

@@ -76,10 +76,10 @@ static void add_part(walk *w, const kvc_run *part, int changes, int copied) {
 }
 
 /* Returns the number of rows, from the first of a changing part on, that are treated alike; *copied: whether they are
- * copied. */
+ * copied.  If positions are divided, this is 1: positions of a run ascend by 1, and divided ones may be the same. */
 static int32_t count_alike(const kvc_change *change, const kvc_run *part, int *copied) {
     *copied = change->copies && change->copies(change->context, part, part->slot);
-    if (change->divisor) return 1; /* positions may repeat from here on */
+    if (change->divisor) return 1;
     if (!change->copies) return part->count;
     int32_t n = 1;
     while (n < part->count && !change->copies(change->context, part, part->slot + n) == !*copied) n++;

@@ -87,11 +87,14 @@ INLINE void accumulate_columns_of(int num_q, const accumulate_args *a, int d, co
     }
 }
 
-/* Sums all columns of the rows for num_q queries, of which there are up to QUERIES. */
+/* Sums all columns of the rows for num_q queries, of which there are up to QUERIES.  left: these and the queries of
+ * later passes, among which begin_ahead shares out what is to be prefetched.  Weights are rounded for BLOCKS_AT_ONCE
+ * blocks at a time; but once for all blocks of int8, whose rows have one scale. */
 INLINE void accumulate_byte_rows(int num_q, int type, accumulate_args *a, int left) {
     const int num_blocks = a->dim / KVC_QUANT_ELEMENTS, rows = type == PANEL ? 0 : smaller(a->n, KVC_PANEL);
     char moved[KVC_TILE * KVC_QUANT_ELEMENTS];
     block_weights w;
+    /* Lines that round_weights prefetches, and lines that pack_columns prefetches for a piece of KVC_PANEL rows. */
     begin_ahead(a, num_q, left, 2 * num_blocks * num_q,
                 num_blocks * ((rows + DOT_ROWS - 1) / DOT_ROWS * LINES_AT_ONCE));
     ptrdiff_t block = 0; /* bytes of a row, or of a PANEL, before it */

@@ -17,13 +17,14 @@ typedef struct prefetcher {
     int level;            /* as in kvc_ahead */
 } prefetcher;
 
-/* Prefetches `next` while a loop loads `lines` lines, of which fewer may be enough; if they are too few, prefetch_rest
- * prefetches what is left.  idle: an address that the loop loads, to prefetch where there is nothing. */
+/* Begins to prefetch `next` while a loop loads `lines` lines, evenly.  A step is a line at most: if the loop loads too
+ * few lines, prefetch_rest prefetches what is left.  idle: an address that the loop loads, prefetched if `next` is
+ * empty.  APART, which target.h defines, keeps compilers from inlining it. */
 APART prefetcher prefetch_begin(kvc_ahead next, const void *idle, int lines) {
-    if (next.bytes <= 0) return (prefetcher){idle, idle, 0, next.level};
+    if (next.bytes <= 0) return (prefetcher){.at = idle, .end = idle, .step = 0, .level = next.level};
     const int step = lines > 0 ? (next.bytes + lines - 1) / lines : 0;
     const char *begin = next.begin;
-    return (prefetcher){begin, begin + next.bytes, step < LINE ? step : LINE, next.level};
+    return (prefetcher){.at = begin, .end = begin + next.bytes, .step = step < LINE ? step : LINE, .level = next.level};
 }
 
 /* Prefetches the next line.  The empty asm keeps addresses a chain: prefetches that are ready at once reach the cache

@@ -1,10 +1,10 @@
 /* atfork.c: handles the process's fork(): keeps caches usable in the child, whatever other threads were doing.
  *
- * fork() first locks every cache, and waits for all calls that read or write rows without the mutex.  It also waits for
- * calls that forget sequences, or a prompt, a few blocks at a time.  So in the child nothing is half done, and no mutex
- * belongs to a thread that does not exist there.  Only here is a cache locked while another cache, or the list of
- * caches, is locked.  Rewrites of keys by a function of the caller, which may do anything, are not waited for: the
- * child undoes them. */
+ * fork() first locks every cache, and waits for all calls that read or write rows without the mutex, except calls on a
+ * batch.  It also waits for calls that forget sequences, or a prompt, a few blocks at a time.  So in the child
+ * nothing else is half done, and no mutex belongs to a thread that does not exist there.  Only here is a cache locked
+ * while another cache, or the list of caches, is locked.  Rewrites of keys by a function of the caller, which may do
+ * anything, are not waited for: the child undoes them. */
 #include "lifetime/atfork.h"
 
 #include "base/openmp.h"
@@ -87,8 +87,10 @@ static void end_state_uses(kvc_cache *cache) {
     }
 }
 
-/* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows.  A put of this
- * thread stays: its poll called fork(), and the call has not ended.  Plans are reset whoever used them. */
+/* Ends the work of the parent's other threads on the batch: making plans, running tasks, putting rows.  fork() does not
+ * wait for puts.  A put of an encoder's rows has taken slots, and gives them back.  Other puts took none: the batch
+ * had their slots before, and their rows do not count as put.  A put of this thread stays: the cache's poll, a function
+ * of the caller, called fork() during the put, which goes on.  Plans are reset whoever used them. */
 static void end_work(kvc_batch *batch) {
     for (kvc_plan_link *plan = batch->plans; plan; plan = plan->next) plan->after_fork(plan);
     for (kvc_cross_put *put = batch->cross_puts, *next; put; put = next) {

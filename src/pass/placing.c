@@ -120,7 +120,7 @@ int64_t kvc_count_group(const kvc_batch *batch, int32_t g, kvc_scope scope) {
 
 int64_t kvc_count_batch(const kvc_batch *batch, kvc_scope scope) {
     kvc_cache *cache = batch->cache;
-    int64_t bytes = cache->limits.max_bytes ? kvc_counted_others(cache, scope) : 0;
+    int64_t bytes = cache->limits.max_bytes ? kvc_counted_others(cache, scope) : 0; /* of states and prompts */
     for (int32_t g = 0; g < cache->num_groups; g++) bytes += kvc_count_group(batch, g, scope) * cache->pools[g].cost;
     return bytes;
 }

@@ -18,9 +18,10 @@
 
 #include "cache/batch.h"
 
-/* Sets pool->demand of all groups, for after the expiry, and without victims or, in KVC_FIXED, without all that may be
- * evicted.  Returns what counts for max_bytes then, with the batch.  Sets kvc_pending.last_block,
- * unless tokens go anywhere. */
+/* Sets pool->demand of all groups: once rows that no later query sees have expired, and victims are evicted or, in
+ * KVC_FIXED, all that may be.  Returns the bytes that count for max_bytes then: those of blocks
+ * (kvc_count_group), with the batch, and those of states and prompts.  Without max_bytes any number fits, and states
+ * and prompts are left out.  Sets kvc_pending.last_block, unless tokens go anywhere. */
 int64_t kvc_count_batch(const kvc_batch *batch, kvc_scope scope);
 
 /* Sets the demand of group g, and returns how many blocks are in use with the batch. */

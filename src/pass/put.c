@@ -244,6 +244,8 @@ static kvc_status begin_cross(kvc_batch *batch, int32_t group, const kvc_put_arg
     return status;
 }
 
+/* Takes slots, copies an encoder's rows to them without the mutex, and adds the slots to the batch.  kvc_make_room
+ * evicts last: a put that is cancelled while it copies has evicted nobody. */
 static kvc_status put_cross(kvc_batch *batch, put_work *work, int32_t group) {
     kvc_cache *cache = batch->cache;
     const kvc_need need = {.cache = cache, .what = "putting the rows of a cross-attention layer"};

@@ -18,6 +18,7 @@ enum {
     KEY = 2 * KVC_NAME_BYTES, /* a name in hexadecimal digits, the key of Python's mapping */
     HEADER = 20 + KEY,        /* MAGIC, the bytes of the key in 4 bytes and those of the value in 8, and the key */
     NAME = 48,                /* room for a file's name */
+    TEMPORARY = 32,           /* hexadecimal digits in the name of a temporary file, before ".tmp" */
     EXTRA = 16                /* an eviction makes room for 1/16 of the limit more than is needed */
 };
 static const int64_t LOCK_WAIT = 10000000000;      /* nanoseconds */
@@ -66,7 +67,7 @@ static kvc_status lock_usage(const directory *d, kvc_folder folder, kvc_own_file
         if (!kvc_own_file_open(usage, folder, USAGE, /* is_new */ 0)) return fail_for(d, "open", USAGE);
         const kvc_status status = wait_for_lock(d, usage, deadline);
         if (status == KVC_OK && kvc_file_ask(usage->file, &found) && found.num_names) return KVC_OK;
-        kvc_own_file_close(usage); /* or somebody has removed the file meanwhile, and others lock the next one */
+        kvc_own_file_close(usage); /* an error, or somebody has removed the file: others lock the next one */
         KVC_TRY(status);
     }
 }
@@ -131,7 +132,7 @@ static int add_file(value_files *all, const char *name) {
 static void remove_leftover(kvc_folder folder, const char *name) {
     kvc_file_info found;
     kvc_file file;
-    if (!has_form(name, 32, ".tmp") || !kvc_file_open(&file, folder, name)) return;
+    if (!has_form(name, TEMPORARY, ".tmp") || !kvc_file_open(&file, folder, name)) return;
     if (kvc_file_ask(file, &found) && found.is_regular && kvc_file_lock(file)) kvc_file_remove(folder, name);
     kvc_file_close(file);
 }

@@ -2,7 +2,8 @@
  *
  * A pin belongs to a prompt, and lists the nodes (blocks) that it pins: first those beside the path, whose rows the
  * prompt matched as well, then the path from the last node up to the root.  If a prompt is pinned again when fewer of
- * its tokens are known, the old pin stays, behind the new one.  Only the first pin counts the calls. */
+ * its tokens are known, the old pin stays, too.  The set of pins is sorted by the names of prompts, and a prompt's pins
+ * by the tokens that they know, the fewest first.  Only a prompt's first pin counts the calls. */
 #include "prefix/pin.h"
 
 #include <string.h>
@@ -165,7 +166,7 @@ int kvc_pins_end_some(kvc_tree *tree, int num) {
     for (kvc_pinned *pin; num > 0 && (pin = (kvc_pinned *)(void *)tree->pins.root); num--) {
         if (pin->num > 1) {
             unpin_last(pin);
-        } else {
+        } else { /* with its last node, the pin ends */
             kvc_sorted_remove(&tree->pins, &pin->links);
             end_pin(tree->cache, pin);
         }

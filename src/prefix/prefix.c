@@ -23,7 +23,7 @@ enum {
 
 /* ---- making and freeing ------------------------------------------------------------------------------------------ */
 
-/* Returns KVC_ERR_INVALID unless there are as many bytes as the field called `name` says, or neither. */
+/* Refuses a pointer without a size, a size without a pointer, and a negative size.  name: of the pointer's field. */
 static kvc_status check_bytes(const void *bytes, int64_t size, const char *name) {
     if (size >= 0 && !size == !bytes) return KVC_OK;
     return kvc_fail(KVC_ERR_INVALID, "%s_size is %lld and %s is %s: give both, or neither", name, (long long)size, name,

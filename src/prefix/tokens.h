@@ -32,8 +32,11 @@ int kvc_tokens_compare(const kvc_token_span *a, const kvc_token_span *b);
 void kvc_name_salt(const void *salt, size_t size, uint8_t *name);
 void kvc_name_root(const uint8_t *salt, const void *identity, size_t size, int64_t state_bytes, uint8_t *name);
 
-/* Sets the name of the block that follows the one named `parent`; of `num` blocks from token `begin` on. */
+/* Sets the name of the block of these tokens, which follows the block named `parent`. */
 void kvc_name_block(const uint8_t *salt, const uint8_t *parent, const kvc_token_span *tokens, uint8_t *name);
+
+/* Sets the names of `num` blocks, which follow each other from token `begin` on, the first after the block named
+ * `parent`. */
 void kvc_name_blocks(const uint8_t *salt, const uint8_t *parent, const kvc_tokens *tokens, int64_t begin,
                      int32_t block_size, int64_t num, uint8_t *names);
 

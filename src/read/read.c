@@ -53,22 +53,22 @@ kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_
 void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t row) {
     const kvc_cache *cache = reader->cache;
     const kvc_layer *config = &cache->layers[reader->layer];
-    const kvc_layout *at = &cache->layouts[cache->layout_of[reader->layer]];
+    const kvc_layout *layout = &cache->layouts[cache->layout_of[reader->layer]];
     const kvc_rope *rope = run->delta ? kvc_rope_of(cache, reader->layer) : NULL;
     if (out->k) {
         const kvc_rows to = kvc_given_rows(reader->k_type, (char *)out->k + row * out->k_row_stride, out->k_row_stride,
                                            out->k_head_stride, config->k_dim),
-                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, KVC_KEYS);
+                       from = kvc_stored_rows(config, layout, run->block->rows, run->slot, KVC_KEYS);
         if (rope)
             kvc_rotator_rotate(&reader->rotator, rope, run->delta, &to, &from, run->count, config);
         else
-            kvc_copy_rows(cache->kernels, config, 0, &to, &from, run->count);
+            kvc_copy_rows(cache->kernels, config, KVC_KEYS, &to, &from, run->count);
     }
     if (out->v) {
         const kvc_rows to = kvc_given_rows(reader->v_type, (char *)out->v + row * out->v_row_stride, out->v_row_stride,
                                            out->v_head_stride, config->v_dim),
-                       from = kvc_stored_rows(config, at, run->block->rows, run->slot, KVC_VALUES);
-        kvc_copy_rows(cache->kernels, config, 1, &to, &from, run->count);
+                       from = kvc_stored_rows(config, layout, run->block->rows, run->slot, KVC_VALUES);
+        kvc_copy_rows(cache->kernels, config, KVC_VALUES, &to, &from, run->count);
     }
 }
 

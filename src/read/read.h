@@ -15,8 +15,8 @@ typedef struct kvc_reader {
 /* Returns a reader that converts rows for these arrays.  scratch: see kvc_rotator; NULL if keys are not rotated. */
 kvc_reader kvc_reader_for(const kvc_cache *cache, int32_t layer, const kvc_rows_out *out, float *scratch);
 
-/* Copies the rows of a run, converted and with keys rotated for the positions they have now, to rows `at` and following
- * of the caller's arrays. */
+/* Copies the rows of a run, converted and with keys rotated for the positions they have now, to the rows of the
+ * caller's arrays from `row` on. */
 void kvc_reader_copy(kvc_reader *reader, const kvc_run *run, const kvc_rows_out *out, int64_t row);
 
 /* Fills rows [begin, end) of the caller's arrays with zeros. */
