@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcache.errors import shown
 from kvcache.server.errors import ApiError
 from kvcache.server.speech import HERMES, LLAMA, Format
 
@@ -53,7 +54,7 @@ class Grammars:
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
             function = tool["function"]
-            schema = {**(function.get("parameters") or {"type": "object"}), **SPARINGLY}
+            schema = {**object_schema(function.get("parameters") or {}, function["name"]), **SPARINGLY}
             begin = f'{{"name": {json.dumps(function["name"])}, "{format.arguments}": '
             rules.append(f'call_{i}: {json.dumps(begin)} arguments_{i} "}}"\narguments_{i}: %json {json.dumps(schema)}')
         opening = self._literal(format.opening)
@@ -67,9 +68,8 @@ class Grammars:
 
     def _literal(self, marker: str) -> str:
         """Return a marker as grammars name it: by its token, if it is one, as texts do not match special tokens."""
-        token = self._tokenizer.convert_tokens_to_ids(marker)
-        is_token = token is not None and token != self._tokenizer.unk_token_id
-        return f"<[{token}]>" if is_token else json.dumps(marker)
+        token = token_of(self._tokenizer, marker)
+        return json.dumps(marker) if token is None else f"<[{token}]>"
 
     def _grammar(self, grammar: str, param: str, is_lark: bool = False) -> Grammar:
         try:
@@ -89,6 +89,20 @@ class Grammars:
         trial.compute_bitmask()
         check_matcher(trial, param)
         return Grammar(matcher, self._num_tokens, param)
+
+
+def token_of(tokenizer: Any, text: str) -> int | None:
+    """Return the token that a text is, or None if it is none."""
+    token: int | None = tokenizer.convert_tokens_to_ids(text)
+    return None if token == tokenizer.unk_token_id else token
+
+
+def object_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a tool's schema for objects alone, as its arguments are one; raise if it allows none."""
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise ApiError(f"tools: the parameters of {shown(name)} must have the type object", "tools")
+    return {**schema, "type": "object"}
 
 
 def check_matcher(matcher: Any, param: str) -> None:
@@ -120,13 +134,13 @@ class Grammar:
     """
 
     def __init__(self, matcher: Any, num_tokens: int, param: str, behind: int | None = None) -> None:
-        self._matcher, self._num_tokens, self._param, self._behind = matcher, num_tokens, param, behind
+        self._matcher, self._num_tokens, self.param, self._behind = matcher, num_tokens, param, behind
         self._is_free = behind is not None  # whether `behind` has not come yet
         self._mask = np.full((num_tokens + 31) // 32, -1, np.int32)  # a bit for each token: whether it may come
 
     def copy(self, behind: int | None) -> Grammar:
         """Return one for another answer."""
-        return Grammar(self._matcher.deep_copy(), self._num_tokens, self._param, behind)
+        return Grammar(self._matcher.deep_copy(), self._num_tokens, self.param, behind)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores of the next token, ``[1, vocabulary]``, without tokens that the grammar does not have."""
@@ -145,5 +159,5 @@ class Grammar:
             self._is_free = token != self._behind
             return torch.tensor([False])
         self._matcher.consume_token(token)
-        check_matcher(self._matcher, self._param)
+        check_matcher(self._matcher, self.param)
         return torch.tensor([self._matcher.is_stopped()])

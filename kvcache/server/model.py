@@ -17,7 +17,7 @@ from kvcache.hf import Engine, HFCache, Request
 from kvcache.hf.requests import vocab_size_of
 from kvcache.models.fingerprint import fingerprint
 from kvcache.server.adapters import CONFIG
-from kvcache.server.drawing import Grammar, Grammars, Penalties
+from kvcache.server.drawing import Grammar, Grammars, Penalties, token_of
 from kvcache.server.errors import ApiError
 from kvcache.server.fields import Ask, Chat, checked
 from kvcache.server.speech import CLOSE_THOUGHTS, OPEN_THOUGHTS, Format, Speech, TemplatedSpeech, format_of
@@ -291,7 +291,10 @@ class Served:
             penalties = ask.presence_penalty, ask.frequency_penalty, ask.bias
             processors.append(Penalties(len(prompt.tokens), *penalties))
         if grammar is not None:
-            behind = self.tokenizer.convert_tokens_to_ids(CLOSE_THOUGHTS) if prompt.thinks else None
+            behind = token_of(self.tokenizer, CLOSE_THOUGHTS) if prompt.thinks else None
+            if prompt.thinks and behind is None:
+                message = f"no grammar can follow thoughts: the model's tokenizer has no token {CLOSE_THOUGHTS}"
+                raise ApiError(f"{grammar.param}: {message}", grammar.param, status=501)
             grammar = grammar.copy(behind)
             processors.append(grammar)
             how["stopping_criteria"] = [grammar.ends]

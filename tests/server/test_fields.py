@@ -344,6 +344,32 @@ def test_calls_of_added_tokens_and_of_schemas_with_definitions(client, model):
         assert ends == [False] * (len(ends) - 1) + [True]
 
 
+@pytest.mark.parametrize("kind", [None, ["object", "string"]])
+def test_arguments_are_an_object(client, kind):
+    """Whatever else the tool's schema allows; one that allows no object is refused."""
+    pytest.importorskip("llguidance")
+    parameters = {"properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    tool = {"name": "first", "parameters": parameters | ({"type": kind} if kind else {})}
+    given = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    [call] = ask_chat(client, **given, logit_bias={"34": 50})["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+    tool["parameters"]["type"] = "string"
+    status, body = client.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Who?"}], **given})
+    assert (status, body["error"]["message"]) == (400, "tools: the parameters of 'first' must have the type object")
+
+
+@pytest.mark.parametrize("unknown", [None, "!"])
+def test_a_grammar_behind_thoughts_needs_their_token(client, model, monkeypatch, unknown):
+    """Texts alone do not show where the grammar begins; the unknown token is not it."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setitem(model[1]._special_tokens_map, "unk_token", unknown)
+    asked = {"messages": [{"role": "user", "content": "Who?"}], "chat_template_kwargs": {"thinks": True}}
+    asked |= {"response_format": {"type": "json_object"}, "max_tokens": 8}
+    status, body = client.ask("/v1/chat/completions", {**asked, "stream": True})
+    assert (status, body["error"]["param"]) == (501, "response_format")
+    assert body["error"]["message"].endswith("the model's tokenizer has no token </think>")
+
+
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_answers_that_follow_a_schema(client, route):
     pytest.importorskip("llguidance")
