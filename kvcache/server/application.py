@@ -440,8 +440,7 @@ class Choice:
         """Yield what the answer goes on with; raise if it is not completed."""
         request = await self.begin()
         ask, served = self.answering.ask, self.answering.server.served
-        text, chat = served.text_of(ask), ask.chat
-        speech = None if chat is None else served.speech_of(chat, self.prompt)
+        text, speech = served.text_of(ask), served.speech_of(ask, self.prompt)
         if ask.echoes:
             yield Piece("content", self.prompt.text)
         seen, offset = 0, len(self.prompt.text) if ask.echoes else 0

@@ -234,19 +234,23 @@ class Served:
             return self._grammars.of_calls(self.format, named or tools)
         return None if ask.schema is None else self._grammars.of_schema(ask.schema, "response_format")
 
-    def speech_of(self, chat: Chat, prompt: Prompt) -> Speech | TemplatedSpeech:
+    def speech_of(self, ask: Ask, prompt: Prompt) -> Speech | TemplatedSpeech | None:
         """Return what tells the parts of an answer to a chat apart."""
+        if ask.chat is None:
+            return None
+        names = names_of(ask)
         if not self._parses:
-            return Speech(self.format, chat.names, prompt.thinks)
-        tools = chat.tools if chat.names else None
-        return TemplatedSpeech(self.tokenizer.get_response_parser(prefix=prompt.text, tools=tools))
+            return Speech(self.format, names, prompt.thinks)
+        tools = ask.chat.tools if names else None
+        return TemplatedSpeech(
+            lambda text: self.tokenizer.get_response_parser(prefix=text, tools=tools), prompt.text, names
+        )
 
     def text_of(self, ask: Ask) -> Text:
         """Return what makes text of an answer's tokens."""
         if ask.chat is not None and self._parses:
             return Text(self.tokenizer, ask.stop, frozenset())
-        shows_calls = ask.chat is not None and ask.chat.names
-        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if shows_calls else self._hidden)
+        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if names_of(ask) else self._hidden)
 
     def _text_of_prompt(self, tokens: list[int]) -> str:
         """Return the text of a prompt, as far as answers show text."""
@@ -315,6 +319,11 @@ class Served:
             raise ApiError("too many requests wait: try again later", status=503, code="overloaded") from None
         except (NotSupportedError, ValueError) as error:  # as a generation config that asks for beams
             raise ApiError(str(error)) from None
+
+
+def names_of(ask: Ask) -> list[str]:
+    """Return the tools that an answer may call: none where it is JSON of a schema, which may look like a call."""
+    return [] if ask.chat is None or (ask.schema is not None and ask.chat.choice != "required") else ask.chat.names
 
 
 def first(*values: Any) -> Any:

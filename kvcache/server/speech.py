@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,23 +31,9 @@ class Format:
     closing: str | None
     arguments: str  # the field that has them
 
-    def read(self, body: str) -> list[tuple[str, Any]] | None:
-        """Return the names and arguments of the calls in a text, or None if it has others than calls."""
-        values = _values(body, names=self.name == "mistral")
-        calls = [call for value in values or () for call in (value if isinstance(value, list) else [value])]
-        found = [self._call(one) for one in calls]
-        return [one for one in found if one] if found and all(found) else None
-
-    def _call(self, value: Any) -> tuple[str, Any] | None:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get(self.arguments, {})
-        if isinstance(arguments, str):  # JSON within JSON
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                return None
-        return (value["name"], arguments) if isinstance(arguments, dict) else None
+    def read(self, body: str, tools: list[str]) -> list[Call] | None:
+        """Return the calls of these tools in a text, or None if it has others than these."""
+        return _calls(_values(body, names=self.name == "mistral") or [], self.arguments, tools)
 
 
 HERMES = Format("hermes", "<tool_call>", "</tool_call>", "arguments")
@@ -85,6 +72,7 @@ class Speech:
         self._format, self._tools = format if tools else None, tools
         self._mode = "thoughts" if thinks else "begin"  # what comes now: these, a "call", or "said" text
         self._held = ""  # text whose kind is not sure yet
+        self._blanks = ""  # before what may be a call
         self._skips_space = thinks  # whether blanks at the front of it are left out
         self.num_calls = 0  # so far
 
@@ -122,7 +110,8 @@ class Speech:
         elif at < 0:
             said, self._held = _split_sure(self._held, closing)
         else:
-            said, self._held = self._held[:at].rstrip(), self._held[at + len(closing) :]
+            said, self._held = self._held[:at], self._held[at + len(closing) :]
+            said, self._blanks = said.rstrip(), said[len(said.rstrip()) :]
         if said:
             found.append((kind, said))
         if at < 0:
@@ -153,14 +142,14 @@ class Speech:
         body, self._held = (self._held, "") if at < 0 or closing is None else (
             self._held[:at], self._held[at + len(closing) :],
         )  # fmt: skip
-        calls = self._format.read(body)
-        if calls and all(name in self._tools for name, _ in calls):
-            found += [Call(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+        calls = self._format.read(body, self._tools)
+        if calls:
+            found += calls
             self.num_calls += len(calls)
             self._skips_space = True
         elif body or at >= 0:
             opening = "" if self._format is LLAMA and body.lstrip().startswith("{") else self._format.opening
-            found.append(("content", opening + body + (closing or "" if at >= 0 else "")))
+            found.append(("content", self._blanks + opening + body + (closing or "" if at >= 0 else "")))
         self._mode = "said"
         return bool(self._held)
 
@@ -170,39 +159,81 @@ class TemplatedSpeech:
 
     Parameters
     ----------
-    parser : transformers' ResponseParser
-        What ``get_response_parser`` of the tokenizer returned for the prompt.
+    make : callable
+        Returns transformers' ``ResponseParser`` behind a text.
+    prompt : str
+        The text before the answer.
+    tools : list of str
+        The tools that may be called. What calls another one is said.
     """
 
-    def __init__(self, parser: Any) -> None:
-        self._parser = parser
+    def __init__(self, make: Callable[[str], Any], prompt: str, tools: list[str]) -> None:
+        self._make, self._parser, self._tools = make, make(prompt), tools
+        self._held = ""  # text that no part has yet, such as half of a call
         self.num_calls = 0  # so far
 
     def add(self, text: str) -> list[tuple[str, str] | Call]:
         """Return the parts that are sure now."""
-        return self._parts(self._parser.feed(text))
+        found: list[tuple[str, str] | Call] = []
+        for one in text:  # where reading fails, all parts of a piece are lost
+            self._held += one
+            try:
+                events = self._parser.feed(one)
+            except Exception:  # a template may raise any
+                found.append(self._say())
+                self._parser = self._make("")
+            else:
+                found += self._parts(events)
+        return found
 
     def end(self) -> list[tuple[str, str] | Call]:
-        """Return the rest. A part that breaks off, such as half of a call, is left out."""
+        """Return the rest."""
         try:
             _, events = self._parser.finalize()
-        except ValueError:
-            return []
+        except Exception:  # half of a call, or a template that asks for more
+            return [self._say()] if self._held else []
         return self._parts(events)
+
+    def _say(self) -> tuple[str, str]:
+        said, self._held = self._held, ""
+        return "content", said
 
     def _parts(self, events: list[dict[str, Any]]) -> list[tuple[str, str] | Call]:
         found: list[tuple[str, str] | Call] = []
         for event in events:
-            kind = KINDS.get(event["field"])
-            if event["type"] == "region_chunk" and kind is not None:
-                found.append((kind, event["text"]))
-            elif event["type"] == "region_close" and event["field"] == "tool_calls":
-                value = event["value"]
-                for call in value if isinstance(value, list) else [value]:
-                    function = call.get("function", call)
-                    found.append(Call(function["name"], json.dumps(function.get("arguments", {}), ensure_ascii=False)))
-                    self.num_calls += 1
+            name, kind = event["field"], event["type"]
+            if name == "tool_calls" and kind == "region_close":
+                calls = _calls([event["value"]], "arguments", self._tools)
+                said = self._say()
+                found += calls or [said]
+                self.num_calls += len(calls or ())
+            elif name != "tool_calls" and kind == "region_chunk":
+                self._held = self._held.partition(event["text"])[2]
+                found += [(KINDS[name], event["text"])] if name in KINDS else []
+        if events and events[-1]["field"] != "tool_calls" and events[-1]["type"] != "region_chunk":
+            self._held = ""  # a marker of other parts
         return found
+
+
+def _calls(values: list[Any], field: str, tools: list[str]) -> list[Call] | None:
+    """Return calls of these tools, which have their arguments in a field, or None if there are others than these."""
+    found = []
+    for value in (one for some in values for one in (some if isinstance(some, list) else [some])):
+        call = value.get("function", value) if isinstance(value, dict) else None  # there may be an object around it
+        name, arguments = (call.get("name"), call.get(field, {})) if isinstance(call, dict) else (None, None)
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments  # JSON within JSON
+            if name not in tools or not isinstance(arguments, dict):
+                return None
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (ValueError, RecursionError):
+            return None
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a character
+            text = json.dumps(arguments)
+        found.append(Call(str(name), text))
+    return found or None
 
 
 def _split_sure(text: str, marker: str) -> tuple[str, str]:

@@ -392,6 +392,14 @@ def test_answers_that_follow_a_schema(client, route):
         assert (status, body["error"]["param"]) == (400, "response_format"), body
 
 
+def test_json_that_looks_like_a_call(client):
+    """Where an answer follows a schema, it is text as a whole."""
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["a <tool_call> b"]}}}
+    message = ask_chat(client, tools=TOOLS, response_format=form)["choices"][0]["message"]
+    assert message["content"].strip() == '"a <tool_call> b"'
+
+
 MANY = {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(3000)}}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from kvcache.server.speech import HERMES, LLAMA, MISTRAL, Call, Speech, format_of
+from kvcache.server.speech import HERMES, LLAMA, MISTRAL, Call, Speech, TemplatedSpeech, format_of
 
 TOOLS = ["weather", "time"]
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
@@ -24,6 +24,16 @@ CASES = [  # format, whether the template has opened thoughts, the answer, and i
     (HERMES, False, f"<tool_call>{CALL.replace('weather', 'none')}</tool_call>", [
         ("content", f"<tool_call>{CALL.replace('weather', 'none')}</tool_call>"),
     ]),
+    (HERMES, False, "To call, write \n<tool_call> ... </tool_call> .", [
+        ("content", "To call, write \n<tool_call> ... </tool_call> ."),
+    ]),
+    *(
+        (HERMES, False, f"<tool_call>{one}</tool_call>", [("content", f"<tool_call>{one}</tool_call>")])
+        for one in (
+            CALL.replace('"Köln"', "1e400"), CALL.replace('"Köln"', "NaN"),
+            '{"name": "weather", "arguments": "' + 100_000 * "[" + '"}', '"weather"', '{"name": ["weather"]}',
+        )
+    ),
     (HERMES, False, '<tool_call>{"name": "weather"', [("content", '<tool_call>{"name": "weather"')]),
     (HERMES, False, "1 < 2 <tool", [("content", "1 < 2 <tool")]),
     (HERMES, True, f"Hm.</think>\n<tool_call>{CALL}</tool_call>", [("reasoning_content", "Hm."), ("weather", "Köln")]),
@@ -68,6 +78,53 @@ def test_parts(case):
         parts += speech.end()
         assert joined(parts) == wanted
         assert speech.num_calls == sum(isinstance(part, Call) for part in parts)
+
+
+def test_half_of_a_character_in_a_call():
+    """It is as JSON escapes it, as UTF-8 has none."""
+    speech = Speech(HERMES, TOOLS)
+    [call] = speech.add(f"<tool_call>{CALL.replace('Köln', chr(92) + 'ud83d')}</tool_call>")
+    assert call.arguments == '{"city": "\\ud83d"}'
+
+
+GOOD, LATE = '<call>{"name": "weather", "arguments": {"city": "Köln"}}</call>', "<hm>So.</hm>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<call>{"name": "weather", arguments: </call>',
+        '<call>{"name": "weather", ',
+        '<call>{"x": 1}</call>',
+        '<call>"weather"</call>',
+        '<call>{"name": "other"}</call>',
+        '<call>[{"name": "weather"}, 1]</call>',
+        "<call></call>",
+        "a <cal",
+    ],
+)
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_what_is_no_call_of_a_response_template_is_text(text, size):
+    """Also half of a call; what comes before and after is read as ever."""
+    parsing = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
+    template = {
+        "start_anchor": "@@",
+        "defaults": {"role": "assistant"},
+        "fields": {
+            "thinking": {"open": "<hm>", "close": "</hm>"},
+            "tool_calls": {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"},
+            "content": {"optional": True},
+        },
+    }
+    for before, after, tools in (("", "", TOOLS), (f"{LATE}I <", f"; {GOOD}{LATE}", TOOLS), ("I ", f" {GOOD}", [])):
+        after = after if text.endswith("</call>") else ""
+        speech = TemplatedSpeech(lambda text: parsing.ResponseParser(template, prefix=text), "", tools)
+        whole, wanted = before + text + after, [("content", (before + text + after).replace(LATE, ""))]
+        parts = [part for at in range(0, len(whole), size) for part in speech.add(whole[at : at + size])] + speech.end()
+        if tools and before:
+            wanted = [("reasoning_content", "So."), ("content", f"I <{text}{'; ' if after else ''}")]
+            wanted += [("weather", "Köln"), ("reasoning_content", "So.")] if after else []
+        assert joined(parts) == wanted
 
 
 def test_without_tools_calls_are_text():
