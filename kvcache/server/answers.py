@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
@@ -46,8 +47,7 @@ class Answer:
                 message.setdefault("tool_calls", []).append(called(one.call))
             else:
                 message[one.kind] = (message.get(one.kind) or "") + one.text
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
+        message["content"] = message["content"] or (None if "tool_calls" in message else "")
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def role(self, index: int) -> dict[str, Any]:
@@ -102,17 +102,36 @@ def chat_logprobs(tokens: list[tuple[bytes, Any]], names: Any) -> dict[str, Any]
     return {"content": content}
 
 
-def text_logprobs(tokens: list[tuple[bytes, Any]], names: Any, offset: int) -> dict[str, Any]:
-    """Return the probabilities of tokens as completions have them; `offset`: characters before them."""
-    texts = [data.decode(errors="replace") for data, _ in tokens]
+def text_logprobs(tokens: list[tuple[bytes, Any]], names: Any, places: list[int]) -> dict[str, Any]:
+    """Return the probabilities of tokens, which begin at these places of the text, as completions have them."""
+    tops: list[dict[str, float]] = [{} for _ in tokens]
+    for top, (_, its) in zip(tops, tokens, strict=True):
+        for token, value in its.top:
+            # Parts of characters look alike: the likeliest one is told.
+            top.setdefault(names(token).decode(errors="replace"), value)
     return {
-        "tokens": texts,
+        "tokens": [data.decode(errors="replace") for data, _ in tokens],
         "token_logprobs": [its.logprob for _, its in tokens],
-        "top_logprobs": [
-            {names(token).decode(errors="replace"): value for token, value in its.top} for _, its in tokens
-        ],
-        "text_offset": [offset + sum(map(len, texts[:i])) for i in range(len(texts))],
+        "top_logprobs": tops,
+        "text_offset": places,
     }
+
+
+class Places:
+    """Tells where in a text its tokens begin. `_part` is of a character, and `_place` is where that begins."""
+
+    def __init__(self) -> None:
+        self._place, self._part = 0, b""
+
+    def add(self, data: bytes) -> int:
+        """Return where a token begins: the parts of a character begin where it does."""
+        alone, part = len(data.decode(errors="replace")), len(self._part.decode(errors="replace"))
+        text = (self._part + data).decode(errors="replace")
+        place = self._place + (part if len(text) == part + alone else 0)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._place += len(decoder.decode(self._part + data))
+        self._part = decoder.getstate()[0]
+        return place
 
 
 def events(bodies: Iterable[Any]) -> str:

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from kvcache import PrefixCache
 from kvcache.errors import sentence
 from kvcache.hf import Request
-from kvcache.server.answers import Answer, Piece, chat_logprobs, events, text_logprobs, usage_of
+from kvcache.server.answers import Answer, Piece, Places, chat_logprobs, events, text_logprobs, usage_of
 from kvcache.server.drawing import Grammar
 from kvcache.server.errors import ApiError, shutting_down
 from kvcache.server.fields import Ask, parse, read
@@ -443,17 +443,16 @@ class Choice:
         text, speech = served.text_of(ask), served.speech_of(ask, self.prompt)
         if ask.echoes:
             yield Piece("content", self.prompt.text)
-        seen, offset = 0, len(self.prompt.text) if ask.echoes else 0
+        seen, places = 0, Places()
         async for said, is_last in self.texts(request, text):
             parts: list[Any] = [("content", said)] if speech is None and said else []
             if speech is not None:
                 parts = speech.add(said) + (speech.end() if is_last else [])
-            logprobs = None
+            parts, logprobs = self.allowed(parts), None
             if ask.num_logprobs is not None and seen < self.num_generated and (parts or is_last):
-                logprobs, seen = self.logprobs(request, seen, offset), self.num_generated
-                offset += sum(map(len, logprobs.get("tokens", ())))
+                logprobs, seen = self.logprobs(request, seen, places), self.num_generated
                 parts = parts or [("content", "")]
-            for part in self.allowed(parts):
+            for part in parts:
                 piece = Piece("call", call=part) if isinstance(part, Call) else Piece(*part)
                 piece.logprobs, logprobs = logprobs, None
                 yield piece
@@ -472,13 +471,15 @@ class Choice:
             self._has_called = self._has_called or isinstance(part, Call)
         return kept
 
-    def logprobs(self, request: Request, begin: int, offset: int) -> dict[str, Any]:
-        """Return the probabilities of the tokens from `begin` on; `offset`: characters before them."""
+    def logprobs(self, request: Request, begin: int, places: Places) -> dict[str, Any]:
+        """Return the probabilities of the tokens from `begin` on."""
         served = self.answering.server.served
         tokens, known = request.tokens[begin : self.num_generated], request.logprobs[begin : self.num_generated]
-        named = [*zip(map(served.bytes_of, tokens), known, strict=True)]
+        data = [*map(served.bytes_of, tokens)]
+        named = [*zip(data, known, strict=True)]
         if self.answering.ask.chat is None:
-            return text_logprobs(named, served.bytes_of, offset)
+            begins = [places.add(b"" if one in served.hidden else its) for one, its in zip(tokens, data, strict=True)]
+            return text_logprobs(named, served.bytes_of, begins)
         return chat_logprobs(named, served.bytes_of)
 
     async def texts(self, request: Request, text: Text) -> AsyncIterator[tuple[str, bool]]:

@@ -125,7 +125,7 @@ class Served:
         ends = self._defaults.eos_token_id
         self._grammars = Grammars(tokenizer, min(self.num_tokens, max(len(tokenizer), 1)), ends)
         self.format: Format | None = format_of(str(tokenizer.chat_template or ""))  # of calls of tools
-        self._hidden = hidden_tokens(tokenizer)  # from answers
+        self.hidden = hidden_tokens(tokenizer)  # from answers
         self._hidden_beside_calls = hidden_tokens(tokenizer, [self.format.opening] if self.format else [])
 
     @property
@@ -250,11 +250,11 @@ class Served:
         """Return what makes text of an answer's tokens."""
         if ask.chat is not None and self._parses:
             return Text(self.tokenizer, ask.stop, frozenset())
-        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if names_of(ask) else self._hidden)
+        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if names_of(ask) else self.hidden)
 
     def _text_of_prompt(self, tokens: list[int]) -> str:
         """Return the text of a prompt, as far as answers show text."""
-        text = Text(self.tokenizer, (), self._hidden)
+        text = Text(self.tokenizer, (), self.hidden)
         return "".join(text.add(token)[0] for token in tokens) + text.end()[0]
 
     def bytes_of(self, token: int) -> bytes:

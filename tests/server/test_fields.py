@@ -148,6 +148,38 @@ def test_logprobs_of_completions(api, client, model):
     assert [token for one in pieces if one for token in one.tokens] == found.tokens
 
 
+def test_places_of_tokens_in_a_text():
+    """Parts of a character begin where it does; what is no character is one in the text."""
+    from kvcache.server.answers import Places
+
+    for tokens, wanted in [
+        (["😀".encode()[i : i + 1] for i in range(4)] + [b"Z", b"\xe2", b"Y"], [0, 0, 0, 0, 1, 2, 3]),
+        ([b"ab\xf0\x9f", b"\x98\x80c", b"d"], [0, 2, 4]),
+        ([b"\x80", b"\x80", b"\xf0", b"\x80", b"", b"!"], [0, 1, 2, 3, 4, 4]),
+    ]:
+        places = Places()
+        assert [places.add(token) for token in tokens] == wanted
+
+
+def test_likely_parts_of_characters(client):
+    """They look alike as text: the likeliest one is told."""
+    asked = {"prompt": PROMPT, "max_tokens": 1, "logprobs": 3, "logit_bias": {"226": 90, "227": 80, "228": 70}}
+    [choice] = client.ask("/v1/completions", {**asked, "temperature": 0})[1]["choices"]
+    [top], [token] = choice["logprobs"]["top_logprobs"], choice["logprobs"]["token_logprobs"]
+    assert all(top[name] >= token for name in top)
+
+
+def test_logprobs_of_calls_that_are_left_out(client, monkeypatch, model):
+    call = '<tool_call>{"name": "first", "arguments": {"age": 7}}</tool_call>'
+    with forced(monkeypatch, model, call + call + "$"):
+        for tail in ({}, {"parallel_tool_calls": False}):
+            body = ask_chat(client, tools=TOOLS, stop="$", logprobs=True, max_tokens=200, **tail)
+            [choice] = body["choices"]
+            assert len(choice["logprobs"]["content"]) == body["usage"]["completion_tokens"]
+            assert len(choice["message"]["tool_calls"]) == (1 if tail else 2)
+            assert choice["message"]["content"] is None
+
+
 def test_logprobs_of_chats(api):
     given = {"model": "a-model", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 6, "temperature": 0}
     answer = api.chat.completions.create(**given, logprobs=True, top_logprobs=2)
