@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvcache import PrefixCache
-from kvcache.errors import sentence
+from kvcache.errors import sentence, shown
 from kvcache.hf import Request
 from kvcache.server.answers import Answer, Piece, Places, chat_logprobs, events, text_logprobs, usage_of
 from kvcache.server.drawing import Grammar
@@ -137,7 +137,7 @@ class Server:
         tenant = self.tenants.of(http.headers.get("authorization", ""))
         found = [{"id": name, "object": "model", "created": 0, "owned_by": "kvcache"} for name in tenant.prefixes]
         asked = http.path_params.get("name")
-        if asked is None:
+        if not asked:
             return JSONResponse({"object": "list", "data": found})
         tenant.check_model(asked)
         return JSONResponse(next(one for one in found if one["id"] == asked))
@@ -165,7 +165,8 @@ class Server:
         self.metrics.refused.labels(error.status).inc()
         if self.limits.logs_requests and not error.is_logged:
             log_request(path=http.url.path, status=error.status, why=error.code)
-        return JSONResponse(error.body, error.status, error.headers)
+        headers = error.headers | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
+        return JSONResponse(error.body, error.status, headers)
 
     async def refuse_http(self, http: HttpRequest, error: HTTPException) -> Response:
         """Answer an error of the routes."""
@@ -239,6 +240,8 @@ class Server:
 
     async def read_body(self, http: HttpRequest) -> bytes:
         """Return a request's body."""
+        if (coding := http.headers.get("content-encoding", "identity")) != "identity":
+            raise ApiError(f"Content-Encoding={shown(coding)}: send the body without one", status=415)
         data, task, most = b"", asyncio.current_task(), self.limits.max_body
         self.readers.add(task)
         try:

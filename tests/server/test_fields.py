@@ -1,5 +1,7 @@
 """kvcache.server: each field of a request does what docs/server.md says, as openai's client sends it and reads it."""
 
+import contextlib
+import http.client
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -570,6 +572,18 @@ def test_pins_end(model, monkeypatch):
             raise AssertionError("the pin has not ended")
 
 
+def test_headers(client):
+    """An encoded body is refused by that name; a client without a key is told how one is sent."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", client.port)) as connection:
+        for encoding, key, status in (("gzip", "sk-one", 415), ("identity", "sk-one", 400), ("gzip", "none", 401)):
+            headers = {"Content-Encoding": encoding, "Authorization": f"Bearer {key}"}
+            connection.request("POST", "/v1/completions", b"\x1f\x8b", headers)
+            response = connection.getresponse()
+            message = json.loads(response.read())["error"]["message"]
+            assert (response.status, "Content-Encoding" in message) == (status, status == 415)
+            assert response.headers["WWW-Authenticate"] == ("Bearer" if status == 401 else None)
+
+
 def test_other_routes(client):
     for route, words in (
         ("/v1/embeddings", "no embeddings"), ("/v1/responses", "/v1/chat/completions"), ("/v1/messages", "/v1/chat"),
@@ -579,6 +593,7 @@ def test_other_routes(client):
         assert words in body["error"]["message"]
     assert client.ask("/v1/models/a-model")[1]["id"] == "a-model"
     assert client.ask("/v1/models/none")[0] == 404
+    assert client.ask("/v1/models/") == client.ask("/v1/models")
     assert client.ask("/ready") == (200, {"status": "ready"})
     parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
     status, body = client.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]})
