@@ -80,7 +80,7 @@ class Server:
             (one.name, model): prefix for one in self.tenants for model, prefix in one.prefixes.items()
         }
         self.registry.register(CacheCollector(self.engine.prefix.cache, prefixes, ("tenant", "model")))
-        self.metrics = RequestMetrics(self.registry)
+        self.metrics = RequestMetrics(self.registry, served.name)
         self.registry.register(Gauges({
             "vllm:num_requests_running": ("requests that run", lambda: self.engine.stats()["running"]),
             "vllm:num_requests_waiting": ("requests that wait", self._num_waiting),
@@ -90,7 +90,7 @@ class Server:
             "kvcache_server_pinned_tokens": (
                 "tokens of pinned prompts", lambda: sum(one.num_pinned for one in self.tenants),
             ),
-        }))  # fmt: skip
+        }, served.name))  # fmt: skip
 
     def _num_waiting(self) -> int:
         return self.turns.num_waiting + self.engine.stats()["waiting"]
@@ -296,8 +296,6 @@ class Answering:
             task.cancel()
         for choice in self.choices:
             choice.end()
-        if any(choice.request is not None for choice in self.choices):
-            server.metrics.whole.observe(time.monotonic() - self.begun)
         if self.error is not None:
             self.error.is_logged = True
         if server.limits.logs_requests:
@@ -387,7 +385,7 @@ class Choice:
             answering, prompt, max_tokens, seed, grammar,
         )  # fmt: skip
         self.request: Request | None = None  # None: it has not begun
-        self.reason, self.num_generated = "cancelled", 0  # reason: why it ended
+        self.reason, self.num_generated = "abort", 0  # reason: why it ended
         self._has_called = False  # whether a call of a tool was handed out
 
     @property
@@ -429,11 +427,12 @@ class Choice:
         metrics = server.metrics
         if self.request is None:
             return
-        metrics.ended.labels(self.reason, tenant.name).inc()
+        metrics.ended.labels(server.served.name, self.reason, tenant.name).inc()
+        metrics.whole.observe(time.monotonic() - self.answering.begun)
         self.cancel()
         metrics.prompt_length.observe(num_prompt)
         metrics.answer_length.observe(self.num_generated)
-        if self.reason in ("cancelled", "error", "shutdown"):
+        if self.reason in ("abort", "error"):
             return
         for num_tokens, seconds in (*self.prompt.pins, (num_prompt, self.answering.ask.seconds_kept)):
             if num_tokens and seconds:
@@ -507,7 +506,6 @@ class Choice:
             # A schema that cannot be followed any further is the client's error.
             raise error if isinstance(error, ApiError) else ApiError(sentence(error), status=500) from error
         if request.finish_reason == "cancelled":  # `Server.stop` did, as somebody still reads
-            self.reason = "shutdown"
             raise self.answering.error or shutting_down()
         said, is_stopped = text.end()
         self.reason = "stop" if is_stopped else request.finish_reason or ""

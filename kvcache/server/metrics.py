@@ -97,35 +97,43 @@ TOKENS = 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144
 
 
 class RequestMetrics:
-    """What a server counts of its requests. Names that begin with ``vllm:`` mean what they mean there."""
+    """What a server counts of its requests. Names that begin with ``vllm:`` mean what they mean there.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(name, what, labels, registry=registry)
+    Its dashboards choose a `model` by the label ``model_name``.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        def counter(name: str, what: str) -> Counter:
+            return Counter(name, what, ["model_name"], registry=registry).labels(model)
 
         def histogram(name: str, what: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, what, buckets=buckets, registry=registry)
+            return Histogram(name, what, ["model_name"], buckets=buckets, registry=registry).labels(model)
 
-        self.ended = counter("vllm:request_success", "answers that ended, by the reason", "finished_reason", "tenant")
-        self.refused = counter("kvcache_server_refused", "requests that were refused, by the status", "status")
+        labels = "model_name", "finished_reason", "tenant"
+        self.ended = Counter("vllm:request_success", "answers that ended, by the reason", labels, registry=registry)
+        what = "requests that were refused, by the status"
+        self.refused = Counter("kvcache_server_refused", what, ["status"], registry=registry)
         self.prompt_tokens = counter("vllm:prompt_tokens", "tokens of prompts")
         self.generated = counter("vllm:generation_tokens", "tokens that were generated")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "from the request to its first token", SECONDS)
         self.between = histogram("vllm:inter_token_latency_seconds", "from a token to the next", SECONDS)
         self.queued = histogram("vllm:request_queue_time_seconds", "until it was the request's turn", SECONDS)
-        self.whole = histogram("vllm:e2e_request_latency_seconds", "from the request to its end", SECONDS)
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "from the request to an answer's end", SECONDS)
         self.prompt_length = histogram("vllm:request_prompt_tokens", "tokens of a prompt", TOKENS)
         self.answer_length = histogram("vllm:request_generation_tokens", "tokens of an answer", TOKENS)
 
 
 class Gauges(Collector):
-    """Reads numbers whenever Prometheus asks."""
+    """Reads numbers whenever Prometheus asks. Those of vLLM's names are about a `model`."""
 
-    def __init__(self, of_now: dict[str, tuple[str, Callable[[], float]]]) -> None:
-        self._of_now = of_now
+    def __init__(self, of_now: dict[str, tuple[str, Callable[[], float]]], model: str) -> None:
+        self._of_now, self._model = of_now, model
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the numbers are now; one whose name ends in ``_total`` only grows."""
         for name, (what, value) in self._of_now.items():
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            yield kind(name, what, value=value())
+            labels = {"model_name": self._model} if name.startswith("vllm:") else {}
+            family = kind(name, what, labels=[*labels])
+            family.add_metric([*labels.values()], value())
+            yield family

@@ -214,6 +214,9 @@ def test_what_is_refused_says_when_to_try_again(model, monkeypatch):
 def test_metrics_have_vllms_names(model):
     with serving(model, 512, None) as client:
         client.complete("ROMEO:\n", max_tokens=5)
+        _, text = client.ask("/metrics")
+        vllms = [line for line in text.splitlines() if line.startswith("vllm:")]
+        assert all('model_name="a-model"' in line for line in vllms)
         assert client.metric("vllm:prompt_tokens_total") == 7
         assert client.metric("vllm:generation_tokens_total") == 5
         for name, times in (
@@ -221,6 +224,8 @@ def test_metrics_have_vllms_names(model):
             ("e2e_request_latency_seconds", 1), ("request_prompt_tokens", 1), ("request_generation_tokens", 1),
         ):  # fmt: skip
             assert client.metric(f"vllm:{name}_count") == times
+        client.complete("ROMEO:\n", max_tokens=1, n=4)
+        assert client.metric("vllm:e2e_request_latency_seconds_count") == 5
 
 
 @pytest.mark.parametrize("is_json", [False, True])

@@ -27,7 +27,7 @@ from support.serving import KEYS, Client, served, serving, stream  # noqa: E402
 from kvcache import CacheFullError  # noqa: E402
 from kvcache.server import listening, text  # noqa: E402
 
-CANCELLED = 'vllm:request_success_total{finished_reason="cancelled",tenant="one"}'
+CANCELLED = 'vllm:request_success_total{finished_reason="abort",model_name="a-model",tenant="one"}'
 PROMPTS = [f"{speaker}:\nWhat say you to {n}?\n\n" for n in range(5) for speaker in ("ROMEO", "JULIET")]
 
 
@@ -355,7 +355,7 @@ def test_models_health_and_metrics(client):
     assert client.metric("vllm:generation_tokens_total") >= 3
     assert client.metric("vllm:num_requests_running") == 0
     assert client.metric('kvcache_prefix_requests_total{model="a-model",tenant="one"}') >= 1
-    assert client.metric('vllm:request_success_total{finished_reason="length",tenant="one"}') >= 1
+    assert client.metric(CANCELLED.replace("abort", "length")) >= 1
 
 
 def test_a_client_that_goes_away_when_its_request_is_put_back(model, monkeypatch):

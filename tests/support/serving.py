@@ -50,7 +50,8 @@ class Client:
 
     def metric(self, name):
         _, text = self.ask("/metrics")
-        return float(re.search(rf"^{re.escape(name)} (.*)$", text, re.MULTILINE)[1])
+        pattern = rf'^{re.escape(name)}(?:{{model_name="[^"]*"}})? (.*)$'
+        return float(re.search(pattern, text, re.MULTILINE)[1])
 
     def wait_until_metric(self, name, least):
         for _ in range(2000):
