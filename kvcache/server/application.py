@@ -164,7 +164,7 @@ class Server:
         """Answer an error."""
         self.metrics.refused.labels(error.status).inc()
         if self.limits.logs_requests and not error.is_logged:
-            log_request(path=http.url.path, status=error.status, why=error.code)
+            log_request(path=http.scope["raw_path"].decode(), status=error.status, why=error.code)
         headers = error.headers | ({"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
         return JSONResponse(error.body, error.status, headers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from kvcache.server.adapters import add_adapters, read_adapters
 from kvcache.server.application import Limits, Server
 from kvcache.server.keys import read_keys
 from kvcache.server.listening import HttpServer
-from kvcache.server.log import configuration
+from kvcache.server.log import configure, logger
 from kvcache.server.model import Served, kept_prompts, load
 from kvcache.system import available_memory, readable
 
@@ -75,15 +76,15 @@ def serve(options: Options) -> None:
     transformers.logging.disable_progress_bar()
     options = replace(options, host=options.host.strip("[]"))  # as URLs have them
     check_address(options.host, options.port)  # before the model is loaded
-    server = make(options)
-    where: dict[str, Any] = {"host": options.host, "port": options.port}
-    http = HttpServer(
-        server, lambda port: print(opening(server, options, port), flush=True),
-        log_config=configuration(options.log_json), **where,
-    )  # fmt: skip
+    with warnings.catch_warnings(record=True) as found:
+        server = make(options)
+    configure(options.log_json)
+    for one in found:
+        logger.warning("%s", one.message)
+    where: dict[str, Any] = {"host": options.host, "port": options.port, "log_config": None}
+    http = HttpServer(server, lambda port: print(opening(server, options, port), flush=True), **where)
     raise_open_files()
-    with contextlib.suppress(KeyboardInterrupt):
-        http.run()
+    http.run()
 
 
 def raise_open_files() -> None:

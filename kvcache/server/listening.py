@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -20,6 +20,7 @@ from kvcache.server.application import Limits, Server
 from kvcache.server.log import logger
 
 GRACE = 5.0  # seconds that answers have once the server is told to stop
+BACKLOG = 128  # connections that wait; without file descriptors asyncio logs each of these, every second
 
 
 class Protocol(H11Protocol):
@@ -88,6 +89,7 @@ class HttpServer(uvicorn.Server):
         protocol: Any = partial(Protocol, limits=server.limits)
         # A client that reads slowly has as long again to read the error.
         options = {"timeout_graceful_shutdown": math.ceil(2 * GRACE), "http": protocol, "access_log": False, **options}
+        options["backlog"] = BACKLOG
         super().__init__(uvicorn.Config(server.app(), **options))
         self.server, self._say = server, say
 
@@ -100,7 +102,8 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop; a second Ctrl-C ends the process at once."""
         if self.should_exit and sig == signal.SIGINT:
-            print("kvcache: ended before all answers were", file=sys.stderr, flush=True)
+            logger.warning("ended before all answers were")
+            logging.shutdown()
             os._exit(130)
         self.server.is_stopping = True
         super().handle_exit(sig, frame)  # first, as the next signal may come within this function

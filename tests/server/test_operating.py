@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -250,6 +251,48 @@ def test_a_line_for_each_request(model, is_json):
         assert (refused["status"], refused["path"]) == (400, "/v1/completions")
     else:
         assert "prompt=8 cached=0 generated=5" in lines[0]
+
+
+def test_what_a_client_cannot_forge(model, caplog):
+    """A line has the path as it came: without blanks, and without a terminal's sequences."""
+    caplog.set_level(logging.INFO, log.logger.name)
+    with serving(model, 512, None, limits={"logs_requests": True}) as client:
+        assert client.ask("/v1/%1b%5b2J%20status=200")[0] == 404
+    assert "path=/v1/%1b%5b2J%20status=200 status=404" in caplog.text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
+def test_a_log_that_nobody_reads():
+    """Lines are dropped, and neither requests nor the end wait for a reader."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writing, bytes(1000)):
+            pass
+    os.set_blocking(writing, True)
+    with running("--log-requests", stderr=writing) as (process, client, _):
+        for _ in range(3):
+            assert client.complete("ROMEO:\n", max_tokens=2)["choices"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    os.close(reading)
+    os.close(writing)
+
+
+def test_all_lines_are_json():
+    """Also a warning, and what an interrupt ends; one interrupt ends with its status, too."""
+    for times in (1, 2):
+        with running("--log-json", "--select", "2k") as (process, client, said):
+            connection, response = client.open("/v1/completions", {"prompt": "a", "n": 64, "stream": True})
+            with contextlib.closing(connection):
+                assert response.read(10)
+                for _ in range(times):
+                    process.send_signal(signal.SIGINT)
+                    time.sleep(0.3)
+                rest = process.stdout.read()
+            assert process.wait(60) == 130
+        lines = [json.loads(line) for line in rest.splitlines()]
+        assert all(line["message"] for line in lines)
 
 
 def test_what_it_says_at_the_start_and_at_the_end():

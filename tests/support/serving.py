@@ -96,10 +96,10 @@ def serving(model, capacity=1 << 14, keys=KEYS, limits=None, **arguments):
 
 
 @contextlib.contextmanager
-def running(*arguments):
+def running(*arguments, stderr=subprocess.STDOUT):
     """Run the command, and yield its process, a client, and what it has printed so far."""
     full = [sys.executable, "-m", "kvcache", "serve", str(MODEL), "--port", "0", *map(str, arguments)]
-    with subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(full, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
         try:
             said = []
             for line in process.stdout:
