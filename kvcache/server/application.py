@@ -69,7 +69,11 @@ class Server:
         self.served, self.engine, self.limits = served, served.engine, limits
         self.tenants = Tenants(served, keys)
         if served.context < 2:
-            raise ValueError("the cache's capacity leaves no room for a request beside all quotas")
+            capacity = self.engine.prefix.cache.capacity or 0
+            kept = sum(one.get("quota", 0) + one.get("pinned", 0) for one in (keys or {}).values())
+            beside = f" beside quotas and pinned prompts of {kept:,} tokens in --keys" if kept else ""
+            remedy = f"give at least {capacity + 2 - served.context}{', or keys that keep less' if kept else ''}"
+            raise ValueError(f"--capacity {capacity} leaves no room for a request{beside}: {remedy}")
         served.try_one()
         self.turns = Turns(limits.max_running, limits.max_waiting)
         self.answering: set[Answering] = set()  # requests that are answered

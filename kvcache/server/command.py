@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+import re
 import socket
 import warnings
 from dataclasses import dataclass, field, replace
@@ -13,7 +16,7 @@ from typing import Any
 import transformers
 
 from kvcache.columns import WIDTH, columns, wrap
-from kvcache.errors import sentence
+from kvcache.errors import sentence, shown
 from kvcache.server.adapters import add_adapters, read_adapters
 from kvcache.server.application import Limits, Server
 from kvcache.server.keys import read_keys
@@ -21,6 +24,8 @@ from kvcache.server.listening import HttpServer
 from kvcache.server.log import configure, logger
 from kvcache.server.model import Served, kept_prompts, load
 from kvcache.system import available_memory, readable
+
+ORIGIN = r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+"  # as browsers send it: no path, no capitals
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ def make(options: Options) -> Server:
         raise ValueError(
             f"{options.model} is for llama.cpp: kvcache-llama-server serves a GGUF, with -m FILE; see docs/server.md"
         )
-    name = options.name or options.model.resolve().name
+    check_options(options)
+    name = options.name or options.model.resolve().name.encode(errors="replace").decode()
     adapters = read_adapters(options.adapters, name)
     keys = None if options.keys is None else read_keys(options.keys, [one.name for one in adapters])
     model, tokenizer = load(options.model)
@@ -64,6 +70,23 @@ def make(options: Options) -> Server:
     except BaseException:
         served.engine.close()
         raise
+
+
+def check_options(options: Options) -> None:
+    """Raise ValueError for names that no answer can have, and for what cannot be stored or matched."""
+    for option, name in [("--name", options.name or ""), *(("--adapter", name) for name, _ in options.adapters)]:
+        if name.encode(errors="replace").decode() != name:
+            raise ValueError(f"{option} {shown(name)}: give a name in UTF-8")
+    if options.store == "":
+        raise ValueError("--store '': give a folder, or a URL such as dir:prompts?max_bytes=20GiB")
+    if options.store and options.model.is_dir() and not any(options.model.glob("*.safetensors")):
+        raise ValueError(
+            f"--store {options.store}: {options.model} has no safetensors, by which the store tells models apart: "
+            "save it with save_pretrained, or leave --store out"
+        )
+    for origin in options.limits.origins:
+        if not re.fullmatch(ORIGIN, origin):
+            raise ValueError(f"--cors-origin {shown(origin)}: give * or what browsers send, as https://chat.example")
 
 
 def _has_gguf_alone(folder: Path) -> bool:
@@ -100,11 +123,17 @@ def check_address(host: str, port: int) -> None:
     """Raise ValueError if nothing can listen there."""
     if not host:
         raise ValueError("--host '': give an address, such as 127.0.0.1, or 0.0.0.0 for all")
+
+    async def listen() -> None:
+        (await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)).close()
+
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {sentence(error)}") from None
+        asyncio.run(listen())
+    except UnicodeError:
+        raise ValueError(f"--host {shown(host)} is no address and no name") from None
+    except OSError as error:  # of a name that there is not, or what asyncio adds its own words to
+        said = sentence(error) if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise ValueError(f"--host {host} --port {port}: {said}") from None
 
 
 def opening(server: Server, options: Options, port: int) -> str:

@@ -33,8 +33,10 @@ def read_keys(path: Path, adapters: Container[str] = ()) -> dict[str, dict[str, 
     settings: list[Any] = [*keys.values()] if isinstance(keys, dict) else [None]
     if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in settings):
         raise ValueError(f"{path} must have an object of keys, each of which has an object with a name")
-    if not keys or not all(key and key == key.strip() for key in keys):
-        raise ValueError(f"{path} must have one key or more, and none may be empty, or have blanks around it")
+    if not keys or not all(key and key == key.strip() and key.isprintable() for key in keys):
+        raise ValueError(
+            f"{path} must have one key or more; none may be empty, or have blanks around it or control characters"
+        )
     for one in settings:
         if unknown := one.keys() - LIMITS.keys() - {"name", "adapters"}:
             raise ValueError(f"{path}: {one['name']} has a field {min(unknown)!r}, which there is not")

@@ -417,7 +417,7 @@ def serve(
         str, typer.Option(metavar="HOST", help="Where to listen; 0.0.0.0: for other machines, too.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0: any free one.")] = 8000,
-    capacity: Annotated[int, tokens_option("Tokens that the cache holds, of all requests together.", 1)] = 1 << 15,
+    capacity: Annotated[int, tokens_option("Tokens that the cache holds, of all requests together.", 130)] = 1 << 15,
     dtype: Annotated[Any, type_option(f"Element type of the cache: {TYPES}; f16 by default.")] = None,
     prompts: Prompts = "stored",
     select: Select = None,
@@ -442,7 +442,7 @@ def serve(
     ] = 256,
     read_timeout: Annotated[float, seconds_option("To read a request.")] = 30.0,
     timeout: Annotated[float, seconds_option("For a whole answer.")] = 600.0,
-    max_body: Annotated[Any, rate_or_size("The most bytes of a request.", "8MiB")] = "8MiB",
+    max_body: Annotated[Any, rate_or_size("The most bytes of a request.", "8MiB", 1 << 10)] = "8MiB",
     cors_origin: Annotated[
         list[str],
         typer.Option(metavar="URL", help="Let scripts of this origin ask; *: of any. May be given several times."),

@@ -68,8 +68,8 @@ def stored(name: str) -> str:
         raise typer.BadParameter(f"{name!r} is none of {types}, nor two for keys/values, as int6/int4") from None
 
 
-def rate_or_size(text: str, such: str) -> Any:
-    """Make an option that takes bytes, or bytes per second if `such` an example does."""
+def rate_or_size(text: str, such: str, least: int = LEAST_MACHINE) -> Any:
+    """Make an option that takes `least` bytes or more, or bytes per second if `such` an example does."""
     what, unit = ("rate", "/s") if such.endswith("/s") else ("size", "")
 
     def parse(value: str) -> int:
@@ -77,11 +77,10 @@ def rate_or_size(text: str, such: str) -> Any:
             number = parse_size(value.strip().removesuffix(unit))
         except ArgumentTypeError:
             raise typer.BadParameter(f"{value!r} is no {what}, such as {such}") from None
-        if not LEAST_MACHINE <= number <= INT64_MAX:
-            than = "fewer" if number < LEAST_MACHINE else "more"
-            raise typer.BadParameter(
-                f"{value!r} is {number:,} bytes{unit}, {than} than any machine's: give it as {such}"
-            )
+        if not least <= number <= INT64_MAX:
+            than = "fewer" if number < least else "more"
+            any_one = "any machine's" if least == LEAST_MACHINE or number > least else f"{least:,}"
+            raise typer.BadParameter(f"{value!r} is {number:,} bytes{unit}, {than} than {any_one}: give it as {such}")
         return number
 
     return typer.Option(parser=parse, metavar=what.upper(), help=text)

@@ -25,7 +25,7 @@ from support.repository_model import MODEL  # noqa: E402 - they need those
 from support.serving import KEYS, Client, served, serving, stream  # noqa: E402
 
 from kvcache import CacheFullError  # noqa: E402
-from kvcache.server import listening, text  # noqa: E402
+from kvcache.server import command, listening, text  # noqa: E402
 
 CANCELLED = 'vllm:request_success_total{finished_reason="abort",model_name="a-model",tenant="one"}'
 PROMPTS = [f"{speaker}:\nWhat say you to {n}?\n\n" for n in range(5) for speaker in ("ROMEO", "JULIET")]
@@ -478,12 +478,20 @@ def test_a_key_of_other_letters(model):
         (["no-folder"], None, "there is no folder no-folder"),
         (["--port", "65536"], None, "65536 is not in the range"),
         (["--capacity", "0"], None, "0 is not in the range"),
-        (["--capacity", "129"], None, "leaves no room for a request beside all quotas"),
+        (["--capacity", "129"], None, "129 is not in the range from 130"),
+        (["--max-body", "1000"], None, "'1000' is 1,000 bytes, fewer than 1,024: give it as 8MiB"),
+        (["--host", "a\udcffb"], None, "--host 'a\\udcffb' is no address and no name"),
+        (["--name", "mod\udce8le"], None, "--name 'mod\\udce8le': give a name in UTF-8"),
+        (["--adapter", "\udce8=a"], None, "--adapter '\\udce8': give a name in UTF-8"),
+        (["--cors-origin", "https://a.example/"], None, "--cors-origin 'https://a.example/': give * or what browsers"),
+        (["--cors-origin", "https://A.example"], None, "--cors-origin 'https://A.example': give * or what browsers"),
+        (["--store", ""], None, "--store '': give a folder"),
         (["--keys", "no-file"], None, "no-file"),
         ([], "{", "is no JSON"),
         ([], [], "must have an object of keys"),
         ([], {}, "must have one key or more"),
-        ([], {" sk": {"name": "a"}}, "none may be empty, or have blanks around it"),
+        ([], {" sk": {"name": "a"}}, "none may be empty, or have blanks around it or control characters"),
+        ([], {"s\0k": {"name": "a"}}, "none may be empty, or have blanks around it or control characters"),
         ([], "[" * 100_000, "is no JSON"),
         ([], {"sk": {}}, "must have an object of keys"),
         ([], {"sk": {"name": "a", "limit": 1}}, "a has a field 'limit', which there is not"),
@@ -493,7 +501,16 @@ def test_a_key_of_other_letters(model):
         ([], {"sk": {"name": "a", "max_requests": 0}}, "max_requests of a must be a whole number from 1"),
         ([], {"sk": {"name": "a\ud800"}}, "has text that UTF-8 cannot encode"),
         ([], '{"sk": {"name": "a"}, "sk": {"name": "b"}}', "is no JSON of keys: a key or a field is there twice"),
-        ([], {"sk": {"name": "a", "quota": 1 << 20}}, "leaves no room for a request beside all quotas"),
+        (
+            [],
+            {"sk": {"name": "a", "quota": 1 << 20}},
+            "--capacity 32768 leaves no room for a request beside quotas and",
+        ),
+        (
+            [],
+            {"sk": {"name": "a", "quota": 1 << 14, "pinned": 1 << 14}},
+            "32,768 tokens in --keys: give at least 33024",
+        ),
         ([], {"sk": {"name": "a"}, "pk": {"name": "a"}}, "two keys have the same name"),
     ],
 )
@@ -505,7 +522,7 @@ def test_options_that_serve_nobody(tmp_path, capsys, monkeypatch, arguments, key
     with pytest.raises(SystemExit) as caught:
         run_command(monkeypatch, "--port", "0", *(arguments if "no-folder" in arguments else [str(MODEL), *arguments]))
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_port_in_use_is_said_before_anything_else(capsys, monkeypatch):
@@ -519,6 +536,17 @@ def test_a_port_in_use_is_said_before_anything_else(capsys, monkeypatch):
     assert "startup complete" not in said
 
 
+def test_a_store_of_other_weights(tmp_path):
+    """Names of values are those of safetensors; the option is named before the model is loaded."""
+    with pytest.raises(ValueError, match=r"^--store prompts: .* has no safetensors"):
+        command.make(command.Options(tmp_path, store="prompts"))
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost", "127.0.0.1"])
+def test_addresses_that_asyncio_takes(host):
+    command.check_address(host, 0)
+
+
 def run_command(monkeypatch, *arguments):
     """Run ``kvcache serve`` in this process."""
     from kvcache.tools import cli
@@ -530,8 +558,8 @@ def run_command(monkeypatch, *arguments):
 def test_it_shuts_down(tmp_path):
     """With an answer on its way, which is completed or says why not; nothing is printed but the log."""
     (tmp_path / "keys.json").write_text(json.dumps(KEYS))
-    command = [sys.executable, "-m", "kvcache", "serve", MODEL, "--port", "0", "--keys", tmp_path / "keys.json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    full = [sys.executable, "-m", "kvcache", "serve", MODEL, "--port", "0", "--keys", tmp_path / "keys.json"]
+    with subprocess.Popen(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         log = []
         for line in process.stdout:
             log.append(line)
