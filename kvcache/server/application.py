@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from kvcache import PrefixCache
 from kvcache.errors import sentence, shown
 from kvcache.hf import Request
 from kvcache.server.answers import Answer, Piece, Places, chat_logprobs, events, text_logprobs, usage_of
-from kvcache.server.drawing import Grammar
+from kvcache.server.drawing import STACK, Grammar
 from kvcache.server.errors import ApiError, shutting_down
 from kvcache.server.fields import Ask, parse, read
 from kvcache.server.keys import Tenant, Tenants
@@ -75,6 +76,7 @@ class Server:
             remedy = f"give at least {capacity + 2 - served.context}{', or keys that keep less' if kept else ''}"
             raise ValueError(f"--capacity {capacity} leaves no room for a request{beside}: {remedy}")
         served.try_one()
+        threading.stack_size(STACK)  # of threads that prepare
         self.turns = Turns(limits.max_running, limits.max_waiting)
         self.answering: set[Answering] = set()  # requests that are answered
         self.readers: set[Any] = set()  # tasks that wait for a request's body

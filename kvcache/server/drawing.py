@@ -6,6 +6,7 @@ import json
 import math
 from decimal import Decimal
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from kvcache.server.speech import HERMES, LLAMA, Format
 SPARINGLY = {"x-guidance": {"whitespace_pattern": r"[ \t\n\r]{0,12}"}}
 # llguidance has a state for each remainder: a second for 100,000 of them, three minutes for 10,000,000.
 MOST_REMAINDERS = 100_000
+MOST_PATTERNS = 8  # of one value: time and memory double with each
+MOST_OBJECTS = 5_000  # of a schema: llguidance goes as deep as references lead
+STACK = 64 << 20  # bytes for that depth of a thread; with 8 MB, 2,000 objects end the process
 
 
 class Penalties:
@@ -45,12 +49,13 @@ class Grammars:
 
     def of_schema(self, schema: dict[str, Any], param: str) -> Grammar:
         """Return what keeps an answer within a schema of JSON."""
-        check_multiples(schema, param)
+        check_schema(schema, param)
         return self._grammar(json.dumps({"grammars": [{"json_schema": {**schema, **SPARINGLY}}]}), param)
 
     def of_calls(self, format: Format, tools: list[dict[str, Any]]) -> Grammar:
         """Return what makes an answer a call of one of these tools."""
-        check_multiples(tools, "tools")
+        for tool in tools:
+            check_schema(tool["function"].get("parameters"), "tools")
         rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
             function = tool["function"]
@@ -111,19 +116,85 @@ def check_matcher(matcher: Any, param: str) -> None:
         raise ApiError(f"{param}: the schema cannot be followed: {matcher.get_error().splitlines()[0]}", param)
 
 
-def check_multiples(schema: Any, param: str) -> None:
-    """Raise for numbers of ``multipleOf`` in a schema that would take too long."""
-    left, common = [schema], 1
+def check_schema(schema: Any, param: str) -> None:
+    """Raise for a schema for which llguidance would take too long, or too much memory."""
+    num, left = 0, [schema]
+    while left and num <= MOST_OBJECTS:
+        one = left.pop()
+        num += isinstance(one, dict)
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    num_seen, num_remainders, values, seen = 0, 0, [[schema]], set()  # values: of each, its schemas
+    while values and num <= MOST_OBJECTS and num_seen <= 20 * MOST_OBJECTS:
+        applied = all_of(values.pop(), schema, param)
+        if (name := frozenset(map(id, applied))) in seen:
+            continue
+        seen.add(name)
+        num_seen += len(applied)
+        patterns = {str(one[word]) for one in applied for word in ("pattern", "format") if word in one}
+        if len(patterns) > MOST_PATTERNS:
+            what = f"the schema has {len(patterns)} patterns of one value, by allOf, anyOf or $ref"
+            raise ApiError(f"{param}: {what}: give at most {MOST_PATTERNS}", param)
+        num_remainders += math.lcm(*(remainders(one.get("multipleOf")) for one in applied)) - 1
+        if num_remainders >= MOST_REMAINDERS:
+            what = f"the numbers of multipleOf, without zeros at the end, have more than {MOST_REMAINDERS:,} remainders"
+            raise ApiError(f"{param}: {what}: give fewer digits", param)
+        parts: dict[Any, list[Any]] = {}
+        others = [
+            one[word] for one in applied for word in ("items", "prefixItems", "additionalProperties") if word in one
+        ]
+        for one in applied:
+            others += members(one.get("patternProperties")).values()
+            for part, of in members(one.get("properties")).items():
+                parts.setdefault(part, []).append(of)
+        values += [others, *(part + others for part in parts.values())]
+    if values or num > MOST_OBJECTS:
+        what = f"the schema has more than {MOST_OBJECTS:,} objects, or refers to as many again and again"
+        raise ApiError(f"{param}: {what}: give a smaller one", param)
+
+
+def all_of(schemas: list[Any], root: Any, param: str) -> list[dict[str, Any]]:
+    """Return the schemas that may hold for one value together, with those that they name."""
+    found: dict[int, dict[str, Any]] = {}
+    left = [*schemas]
     while left:
         one = left.pop()
-        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        value = one.get("multipleOf") if isinstance(one, dict) else None
-        if isinstance(value, int | float) and value and math.isfinite(value):
-            digits = "".join(map(str, Decimal(repr(value)).as_tuple().digits)).rstrip("0")  # 0.05 and 500 are easy
-            common = math.lcm(common, int(digits[:9]))
-        if common > MOST_REMAINDERS:
-            what = f"the numbers of multipleOf in a schema have a common multiple above {MOST_REMAINDERS:,}"
-            raise ApiError(f"{param}: {what}, without zeros at the end: give fewer digits", param)
+        if isinstance(one, list):  # as prefixItems has
+            left += one
+        if not isinstance(one, dict) or id(one) in found:
+            continue
+        found[id(one)] = one
+        left += [one.get(word) for word in ("allOf", "anyOf", "oneOf")]
+        if isinstance(path := one.get("$ref"), str):
+            left.append(referred(path, root, param))
+    return [*found.values()]
+
+
+def referred(path: str, root: Any, param: str) -> Any:
+    """Return the part of a schema that a reference names."""
+    begin, *names = unquote(path).split("/")
+    found: Any = root
+    for name in names:
+        found = members(found).get(name.replace("~1", "/").replace("~0", "~"))
+    if begin != "#" or found is None:
+        what = f"$ref={shown(path)} names no part of the schema"
+        raise ApiError(f"{param}: {what}: it must be one, as #/$defs/name", param)
+    return found
+
+
+def members(value: Any) -> dict[str, Any]:
+    """Return what an object or a list has, by name or index."""
+    if isinstance(value, list):
+        return {str(i): one for i, one in enumerate(value)}
+    return value if isinstance(value, dict) else {}
+
+
+def remainders(multiple: Any) -> int:
+    """Return how many remainders a number has, without zeros at its end: 0.05 and 500 are easy."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+        return 1
+    number = Decimal(repr(multiple))
+    digits = "".join(map(str, number.as_tuple().digits)).rstrip("0") if number.is_finite() else ""
+    return int(digits[:9] or 1)
 
 
 class Grammar:

@@ -445,8 +445,14 @@ MANY = {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in ra
         {"type": "integer", "multipleOf": 1234567},
         {"allOf": [{"type": "integer", "multipleOf": 99991}, {"multipleOf": 0.0997}]},
         MANY,
+        {"$ref": "#/$defs/a0", "$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(6000)}},
+        {"type": "string", "allOf": [{"pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrstuv"]},
+        {"allOf": [{"properties": {"a": {"pattern": f".*{c}.*"}}} for c in "abcdefghijklmnopqrstuv"]},
+        {"anyOf": [{"type": "integer", "multipleOf": number} for number in (83, 89, 97, 101)]},
+        {"type": "integer", "multipleOf": True},
+        {"$ref": "https://example.com/schema"},
     ],
-    ids=["digits", "large", "both", "many"],
+    ids=["digits", "large", "both", "many", "deep", "patterns", "parts", "choice", "bool", "elsewhere"],
 )
 def test_schemas_that_cannot_be_followed(model, client, schema, is_tool):
     """They are refused before anything is computed."""
@@ -467,11 +473,22 @@ def test_schemas_that_cannot_be_followed(model, client, schema, is_tool):
     assert client.engine.prefix.stats == before
 
 
-@pytest.mark.parametrize("multiple", [0.01, 5, 250, 1e9, 1e-5, 0])
+@pytest.mark.parametrize("multiple", [0.01, 5, 250, 1e9, 1e-5, 0, 10**400])
 def test_usual_multiples_are_followed_or_refused_by_llguidance(multiple):
-    from kvcache.server.drawing import check_multiples
+    from kvcache.server.drawing import check_schema
 
-    check_multiples({"properties": {"multipleOf": {"multipleOf": multiple}, "a": {"multipleOf": 0.5}}}, "x")
+    fields = {f"a{i}": {"multipleOf": i} for i in (7, 11, 13, 17, 19)}
+    properties = {"multipleOf": {"multipleOf": multiple}, "a": {"multipleOf": 0.5}, **fields}
+    check_schema({"properties": properties, "default": {"multipleOf": 1234567}}, "x")
+
+
+def test_schemas_as_deep_as_they_may_be(client):
+    """References to references take a large stack."""
+    pytest.importorskip("llguidance")
+    parts = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(2490)}
+    schema = {"$ref": "#/$defs/a0", "$defs": {**parts, "a2490": {"const": 7}}}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    assert complete(client, response_format=form) == "7"
 
 
 def test_a_schema_that_cannot_be_followed_any_further(client):
