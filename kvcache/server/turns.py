@@ -12,7 +12,8 @@ from kvcache.server.errors import ApiError
 class Turns:
     """Lets at most `max_running` answers go on, and `max_waiting` others wait.
 
-    The keys take turns: the first waiting answer of each key begins before the second one of any key.
+    The keys take turns: the first waiting answer of each key begins before the second one of any key. Where as many
+    wait, only a key that has its share of them is refused.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -25,7 +26,8 @@ class Turns:
         if self.num_running < self.max_running and not self._queues:
             self.num_running += 1
             return
-        if may_refuse and self.num_waiting >= self.max_waiting:
+        share = max(1, self.max_waiting // len(self._queues.keys() | {key})) if self.max_waiting else 0
+        if may_refuse and self.num_waiting >= self.max_waiting and len(self._queues.get(key, ())) >= share:
             raise ApiError("too many requests wait: try again later", status=503, code="overloaded")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(key, deque()).append(turn)

@@ -54,14 +54,30 @@ def test_a_turn_that_is_not_taken():
 
 def test_no_more_than_may_wait():
     async def play():
-        turns = Turns(1, 1)
+        turns = Turns(1, 2)
         await turns.begin("a")
-        waits = asyncio.create_task(turns.begin("a"))
+        waiting = [asyncio.create_task(turns.begin("a")) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="too many requests wait") as caught:
-            await turns.begin("b")
+            await turns.begin("a")
         assert (caught.value.status, caught.value.headers) == (503, {"Retry-After": "5"})
-        turns.end()
-        await waits
+        waiting.append(asyncio.create_task(turns.begin("b")))  # whose share nobody else takes
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="too many requests wait"):
+            await turns.begin("b")
+        for _ in waiting:
+            turns.end()
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+
+    asyncio.run(play())
+
+
+def test_none_may_wait():
+    async def play():
+        turns = Turns(1, 0)
+        await turns.begin("a")
+        with pytest.raises(ApiError, match="too many requests wait"):
+            await turns.begin("b")
 
     asyncio.run(play())
