@@ -158,8 +158,8 @@ class Tenants:
         """Return whose key a header has."""
         if self.is_open:
             return self._all[0]
-        kind, _, key = authorization.strip().partition(" ")
-        given = key.strip().encode("latin-1")
+        kind, _, key = authorization.strip(" \t").partition(" ")
+        given = key.strip(" \t").encode("latin-1")  # bytes of UTF-8, which may be blanks of Latin-1
         found = [one for one in self._all if hmac.compare_digest(one.key, given)]
         if kind.lower() != "bearer" or not found:
             raise ApiError("the API key is missing or wrong", status=401, code="invalid_api_key")

@@ -467,8 +467,10 @@ def test_half_a_body_at_a_shutdown(model, monkeypatch, caplog):
 
 def test_a_key_of_other_letters(model):
     """A client sends its UTF-8 as it is."""
-    with serving(model, keys={"schlüssel": {"name": "one"}}) as client:
-        assert client.ask("/v1/models", key="schlüssel".encode().decode("latin-1"))[0] == 200
+    names = ("schlüssel", "voilà", "Å")  # the last bytes of two are blanks of Latin-1
+    with serving(model, keys={key: {"name": key} for key in names}) as client:
+        for key in names:
+            assert client.ask("/v1/models", key=key.encode().decode("latin-1"))[0] == 200
         assert client.ask("/v1/models", key="schlussel")[0] == 401
 
 
