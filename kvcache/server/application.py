@@ -203,14 +203,12 @@ class Server:
     async def answer(self, http: HttpRequest, tenant: Tenant, begun: float) -> Response:
         """Answer a request of a tenant."""
         try:
-            body = parse(await self.read_body(http))
+            body = await self.read_body(http)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        ask = read(body, http.url.path == CHAT, self.served.num_tokens, self.served.context)
-        tenant.check_model(ask.model)
         try:
-            async with asyncio.timeout(self.limits.timeout), tenant.preparing:
-                prompts, grammar = await asyncio.to_thread(self.prepare, ask, tenant)  # a long text takes a while
+            async with asyncio.timeout(self.limits.timeout):
+                ask, prompts, grammar = await self.prepared(body, http.url.path == CHAT, tenant)
         except TimeoutError:
             raise timed_out(self.limits.timeout) from None
         lengths = [self.served.room(ask, one) for one in prompts]
@@ -240,9 +238,23 @@ class Server:
             raise answering.error
         return Response(status_code=499) if found is None else JSONResponse(found)
 
-    def prepare(self, ask: Ask, tenant: Tenant) -> tuple[list[Prompt], Grammar | None]:
-        """Return what a request's answers begin with."""
-        return self.served.prompts_of(ask, tenant.max_pinned > 0), self.served.grammar_of(ask)
+    async def prepared(self, body: bytes, is_chat: bool, tenant: Tenant) -> tuple[Ask, list[Prompt], Grammar | None]:
+        """Return what a thread prepares. The request counts until the thread has ended, as nothing stops one."""
+        await tenant.preparing.acquire()
+        thread = asyncio.create_task(asyncio.to_thread(self.prepare, body, is_chat, tenant))
+        thread.add_done_callback(lambda _: tenant.preparing.release())
+        try:
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            tenant.num_requests += 1
+            thread.add_done_callback(tenant.end_request)
+            raise
+
+    def prepare(self, body: bytes, is_chat: bool, tenant: Tenant) -> tuple[Ask, list[Prompt], Grammar | None]:
+        """Return a request, and what its answers begin with; a long body takes a while."""
+        ask = read(parse(body), is_chat, self.served.num_tokens, self.served.context)
+        tenant.check_model(ask.model)
+        return ask, self.served.prompts_of(ask, tenant.max_pinned > 0), self.served.grammar_of(ask)
 
     async def read_body(self, http: HttpRequest) -> bytes:
         """Return a request's body."""

@@ -108,6 +108,10 @@ class Tenant:
             message = f"the key has {self.num_requests} requests already, its most: wait until one has ended"
             raise ApiError(message, status=429, code="rate_limit_exceeded")
 
+    def end_request(self, _: object = None) -> None:
+        """Count a request no more."""
+        self.num_requests -= 1
+
     def check_model(self, name: str | None) -> None:
         """Raise for a model that there is not, or not for this key; None is the base model."""
         if name is not None and name not in self.prefixes:

@@ -84,6 +84,25 @@ def slowed(forward):
     return wait
 
 
+def test_a_request_that_takes_too_long_to_prepare(model, monkeypatch):
+    """It counts until its thread has ended, and the key's next one waits for that."""
+    go_on = threading.Event()
+    with serving(model, 512, None, limits={"timeout": 0.3}) as client:
+        [tenant] = client.server.server.tenants
+        monkeypatch.setattr(client.server.server.served, "prompts_of", lambda *_: go_on.wait(100) and [])
+        for _ in range(2):
+            assert client.ask("/v1/completions", {"prompt": "a"})[0] == 504
+            assert (tenant.preparing.locked(), tenant.num_requests) == (True, 1)
+        assert client.ask("/health")[0] == 200
+        go_on.set()
+        for _ in range(1000):
+            if not tenant.preparing.locked() and tenant.num_requests == 0:
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError("the request still counts")
+
+
 def test_a_client_that_does_not_read(model):
     """Its answer waits in its own connection; others go on, and it ends with the time for an answer."""
     with serving(model, 1 << 14, None, limits={"timeout": 3}) as client:
