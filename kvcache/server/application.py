@@ -460,7 +460,7 @@ class Choice:
         """Yield what the answer goes on with; raise if it is not completed."""
         request = await self.begin()
         ask, served = self.answering.ask, self.answering.server.served
-        text, speech = served.text_of(ask), served.speech_of(ask, self.prompt)
+        text, speech = served.text_of(ask, self.prompt), served.speech_of(ask, self.prompt)
         if ask.echoes:
             yield Piece("content", self.prompt.text)
         seen, places = 0, Places()

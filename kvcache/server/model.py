@@ -26,6 +26,7 @@ from kvcache.server.text import Text, byte_tokenizer, hidden_tokens, token_bytes
 OF_ROWS = {"dtype", "select", "prompts"}  # what decides how many bytes a token takes
 SPARE = 1 << 24  # bytes for lists, beside rows
 STATES = 256  # recurrent states that are kept
+LAST = 16  # tokens of a prompt with which an answer that goes on is decoded
 LEAST_TEMPERATURE = 1e-5  # divided by less, logits may become infinite; the most likely token is drawn instead
 
 
@@ -246,11 +247,13 @@ class Served:
             lambda text: self.tokenizer.get_response_parser(prefix=text, tools=tools), prompt.text, names
         )
 
-    def text_of(self, ask: Ask) -> Text:
+    def text_of(self, ask: Ask, prompt: Prompt) -> Text:
         """Return what makes text of an answer's tokens."""
+        goes_on = ask.chat is None or ask.chat.template["continue_final_message"]
+        before = prompt.tokens[-LAST:] if goes_on else ()  # some decoders drop the blank with which a text begins
         if ask.chat is not None and self._parses:
-            return Text(self.tokenizer, ask.stop, frozenset())
-        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if names_of(ask) else self.hidden)
+            return Text(self.tokenizer, ask.stop, frozenset(), before)
+        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if names_of(ask) else self.hidden, before)
 
     def _text_of_prompt(self, tokens: list[int]) -> str:
         """Return the text of a prompt, as far as answers show text."""

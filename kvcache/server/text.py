@@ -58,13 +58,18 @@ class Text:
     `_held` is text that is not handed out yet. Tokens up to `_end` were decoded, the last of them from `_begin` on.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], hidden: frozenset[int] | None = None) -> None:
-        """Begin a text; `hidden` tokens are not shown: by default special ones."""
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str], hidden: frozenset[int] | None = None, before: Sequence[int] = ()
+    ) -> None:
+        """Begin a text behind the tokens `before`; `hidden` tokens are not shown: by default special ones."""
         self._tokenizer, self._stop = tokenizer, stop
         self._hidden = hidden_tokens(tokenizer) if hidden is None else hidden
-        self._tokens: list[int] = []  # those that are shown
+        self._tokens = [token for token in before if token not in self._hidden]  # those that are shown
         # The last tokens that had text are decoded again before new ones, whose text may depend on them.
         self._begin = self._end = 0
+        if self._new().endswith("\ufffd"):  # what completes a character is shown as without `before`
+            self._tokens = []
+        self._end = len(self._tokens)
         self._held = ""  # text that may become a stop sequence
 
     def add(self, token: int) -> tuple[str, bool]:

@@ -206,6 +206,22 @@ def test_a_model_without_a_chat_template(client, model, monkeypatch):
     assert (status, body["error"]["message"]) == (400, "messages: the model has no chat template: use /v1/completions")
 
 
+def test_an_answer_that_goes_on_begins_with_its_blank(client, model, monkeypatch):
+    """Also where a decoder drops the blank with which a text begins, as Llama 2's does."""
+    strips = [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", 1, 0)]
+    monkeypatch.setattr(model[1].backend_tokenizer, "decoder", tokenizers.decoders.Sequence(strips))
+    blank = model[1].convert_tokens_to_ids("\u0120")
+    given = {"logit_bias": {str(blank): 100}, "temperature": 0, "max_tokens": 2}
+    assert client.complete("to be", **given)["choices"][0]["text"] == "  "
+    assert client.complete("to be", echo=True, **given)["choices"][0]["text"] == "to be  "
+    [choice] = client.complete("to be", stop=[" "], **given)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    begun = [MESSAGES[1], {"role": "assistant", "content": "I am"}]
+    for messages, goes_on, wanted in [(begun, True, "  "), (MESSAGES, False, " ")]:
+        [choice] = chat(client, messages, continue_final_message=goes_on, **given)["choices"]
+        assert choice["message"]["content"] == wanted
+
+
 def test_a_stream_of_a_tokenizer(client, model):
     """Its pieces are whole characters, and make the text of the whole answer."""
     given = {"messages": MESSAGES, "max_tokens": 60, "temperature": 2, "seed": 3}
