@@ -66,7 +66,7 @@ class Ask:
     chat: Chat | None
     model: str | None
     num_answers: int  # to each prompt
-    max_tokens: int | None  # None: what the context leaves
+    max_tokens: int | None  # -1: what the context leaves
     min_tokens: int
     ignores_end: bool
     drawing: dict[str, float]  # temperature, top_p, top_k, min_p, repetition_penalty: those that were given
@@ -111,9 +111,9 @@ def read(body: dict[str, Any], is_chat: bool, num_tokens: int, context: int) -> 
     if number(body, "best_of", num_answers, 1, MOST_ANSWERS, int) != num_answers:
         raise ApiError(f"best_of: must be n, which is {num_answers}", "best_of")
     longest = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    max_tokens = number(body, longest, -1 if is_chat else 16, 1, 1 << 31, int, off=-1)
+    max_tokens = number(body, longest, None, 1, 1 << 31, int, off=-1)
     min_tokens = number(body, "min_tokens", 0, 0, 1 << 31, int)
-    if 0 <= max_tokens < min_tokens:
+    if 0 < (max_tokens or 0) < min_tokens:
         raise ApiError(f"min_tokens={min_tokens}: must be at most {longest}, which is {max_tokens}", "min_tokens")
     chat = read_chat(body) if is_chat else None
     prompts = [] if is_chat else read_prompts(body, num_tokens, context)
@@ -125,7 +125,7 @@ def read(body: dict[str, Any], is_chat: bool, num_tokens: int, context: int) -> 
         chat=chat,
         model=text(body, "model"),
         num_answers=num_answers,
-        max_tokens=None if max_tokens < 0 else max_tokens,
+        max_tokens=max_tokens,
         min_tokens=min_tokens,
         ignores_end=flag(body, "ignore_eos"),
         drawing=read_drawing(body),

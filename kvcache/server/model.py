@@ -159,6 +159,9 @@ class Served:
                 f"{name}: {lengths}, which leaves no room for an answer", name, code="context_length_exceeded"
             )
         if ask.max_tokens is None:
+            usual = first(self._defaults.max_new_tokens, 16 if ask.chat is None else room)
+            return min(max(usual, ask.min_tokens), room)
+        if ask.max_tokens < 0:
             return room
         if ask.max_tokens > room:
             message = f"max_tokens={ask.max_tokens}: {lengths}, which leaves {room} for the answer"
@@ -277,7 +280,8 @@ class Served:
 
     def _how(self, given: dict[str, float]) -> dict[str, Any]:
         """Return how tokens are drawn. What the client leaves open is as the model's generation config says."""
-        temperature = float(first(given.get("temperature"), self._defaults.temperature, 1))
+        usual = 0 if self._defaults.do_sample is False else first(self._defaults.temperature, 1)
+        temperature = float(given.get("temperature", usual))
         how: dict[str, Any] = {"do_sample": temperature > LEAST_TEMPERATURE}
         if how["do_sample"]:
             how["temperature"] = temperature

@@ -130,6 +130,21 @@ def test_sampling(client, model):
         assert body["choices"][0]["text"] == model[1].decode(tokens, skip_special_tokens=True)
 
 
+def test_a_generation_config_that_is_greedy_and_short(client, model, monkeypatch):
+    """Unless the request says otherwise."""
+    monkeypatch.setattr(model[0].generation_config, "do_sample", False)
+    monkeypatch.setattr(model[0].generation_config, "max_new_tokens", 5)
+    greedy = client.complete("to be", max_tokens=5)
+    for body in ({}, {"top_p": 0.9}):
+        _, found = client.ask("/v1/completions", {"prompt": "to be", **body})
+        assert found["choices"] == greedy["choices"]
+    assert chat(client, MESSAGES, ignore_eos=True)["usage"]["completion_tokens"] == 5
+    assert client.complete("to be", min_tokens=9, ignore_eos=True)["usage"]["completion_tokens"] == 9
+    assert client.complete("to be", max_tokens=-1, ignore_eos=True)["usage"]["total_tokens"] == 256
+    drawn = [client.complete("to be", temperature=1.5, seed=seed)["choices"][0]["text"] for seed in range(4)]
+    assert len({*drawn}) > 1
+
+
 def test_a_tiny_temperature_takes_the_most_likely_token(client):
     tiny = client.complete("to be", max_tokens=8, temperature=1e-40)
     assert tiny["choices"] == client.complete("to be", max_tokens=8)["choices"]
