@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from kvcache.server.fields import Ask, Chat, checked
 from kvcache.server.speech import CLOSE_THOUGHTS, OPEN_THOUGHTS, Format, Speech, TemplatedSpeech, format_of
 from kvcache.server.text import Text, byte_tokenizer, hidden_tokens, token_bytes
 
+# Names of what quantised weights have beside them; transformers leaves out what it does not know.
+OF_QUANTISED = re.compile(r"(weight_(scale\w*|packed)|_?scales|qweight|qzeros|absmax|SCB)$")
 OF_ROWS = {"dtype", "select", "prompts"}  # what decides how many bytes a token takes
 SPARE = 1 << 24  # bytes for lists, beside rows
 STATES = 256  # recurrent states that are kept
@@ -53,11 +56,18 @@ def load(folder: Path) -> tuple[Any, Any]:
     model, found = loaded
     if not has_tokenizer and num_tokens != 256:
         raise ValueError(f"{folder} has no tokenizer, and {num_tokens:,} tokens, which cannot be bytes")
+    if wrong := sorted(filter(OF_QUANTISED.search, found["unexpected_keys"])):
+        raise ValueError(
+            f"{folder} has quantised weights that transformers cannot read: {', '.join(wrong[:3])} ({len(wrong)} in "
+            "all): give a folder whose weights are not quantised"
+        )
     # transformers fills these with random numbers.
     if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
         raise ValueError(
             f"{folder} lacks weights of the model, or has others: {', '.join(wrong[:3])} ({len(wrong)} in all)"
         )
+    for config in (model.config, model.config.get_text_config(), model.generation_config):
+        config.use_cache = True  # whatever training left there
     return model.eval(), tokenizer
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import random
+import shutil
 
 import pytest
 
@@ -13,6 +14,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+import safetensors.torch as safetensors  # noqa: E402 - transformers needs it
 import tokenizers  # noqa: E402 - transformers needs it
 from support.serving import KEYS, served, serving, stream  # noqa: E402 - it needs those
 
@@ -326,6 +328,11 @@ def test_bytes_that_are_no_characters():
 # ---- folders
 
 
+def quantised(data):
+    scale = {"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
+    return safetensors.save(safetensors.load(data) | scale, {"format": "pt"})
+
+
 def test_the_command_serves_a_folder(folder, tmp_path):
     (tmp_path / "keys").write_text(json.dumps(KEYS))
     options = command.Options(folder, keys=tmp_path / "keys", dtype="int8")
@@ -340,6 +347,11 @@ def test_the_command_serves_a_folder(folder, tmp_path):
     ("name", "change", "said"),
     [
         ("model.safetensors", lambda data: data[:5000], "no model that can be loaded: SafetensorError"),
+        (
+            "model.safetensors",
+            quantised,
+            "has quantised weights that transformers cannot read: .*up_proj.weight_scale ",
+        ),
         ("tokenizer.json", lambda _: b"{}", "no tokenizer that can be loaded: KeyError"),
         ("config.json", lambda data: data.replace(b'"num_hidden_layers": 4', b'"num_hidden_layers": 5'), "layers.4"),
         ("config.json", lambda data: data.replace(b'"vocab_size"', b'"vocab_size": 99, "v"'), "model.embed_tokens"),
@@ -363,6 +375,14 @@ def test_a_generation_config_that_serves_nobody(model, monkeypatch, wrong):
     runs = served.Served("a-model", *model, capacity=512)
     with runs.engine, pytest.raises(ValueError, match="a-model: no request can be served: "):
         application.Server(runs, None)
+
+
+def test_a_model_that_was_trained_without_a_cache(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for file in (tmp_path / "config.json", tmp_path / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"use_cache": False}))
+    with serving(served.load(tmp_path)) as client:
+        assert client.complete("to be", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 
 def test_a_folder_without_a_tokenizer(folder, tmp_path):
