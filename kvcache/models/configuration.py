@@ -121,13 +121,13 @@ def read_config(source: Any) -> Fields:
         base = read_json(adapter).get("base_model_name_or_path")
         raise ModelFileError(f"{plain(adapter)} describes an adapter: give the folder of its model, {shown(base)}")
     if not os.path.lexists(path):
-        _advise(source, path)
+        advise(source, path)
     if is_gguf(path):
         return gguf_models.read(gguf.read_header(path), plain(path))
     return text_decoder(read_json(path), plain(path))
 
 
-def _advise(source: str | os.PathLike[str], path: Path) -> None:
+def advise(source: str | os.PathLike[str], path: Path) -> None:
     """Raise `ModelFileError` for a missing `path`, if it is known what would do."""
     name = os.fspath(source)
     if os.path.isdir(path.parent) and path.name == "config.json" and (files := sorted(path.parent.glob("*.gguf"))):

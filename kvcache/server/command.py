@@ -49,6 +49,8 @@ class Options:
 
 def make(options: Options) -> Server:
     """Load the model, and make the application; raise ValueError for options with which no request could be served."""
+    if options.model.suffix.lower() == ".gguf" and not options.model.exists():
+        raise ValueError(f"there is no {options.model}")
     if options.model.suffix.lower() == ".gguf" or (options.model.is_dir() and _has_gguf_alone(options.model)):
         raise ValueError(
             f"{options.model} is for llama.cpp: kvcache-llama-server serves a GGUF, with -m FILE; see docs/server.md"

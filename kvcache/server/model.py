@@ -16,6 +16,7 @@ from kvcache import NotSupportedError, PrefixCache, stores
 from kvcache.errors import described
 from kvcache.hf import Engine, HFCache, Request
 from kvcache.hf.requests import vocab_size_of
+from kvcache.models.configuration import advise
 from kvcache.models.fingerprint import fingerprint
 from kvcache.server.adapters import CONFIG
 from kvcache.server.drawing import Grammar, Grammars, Penalties, token_of
@@ -38,10 +39,11 @@ def load(folder: Path) -> tuple[Any, Any]:
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give its folder")
     if not folder.is_dir():
+        advise(folder, folder)
         raise ValueError(f"there is no folder {folder}")
     if (folder / CONFIG).exists():  # transformers would load it unasked, from other folders, too, and pickled weights
         raise ValueError(f"{folder} describes an adapter: give the folder of its model, and --adapter NAME={folder}")
-    has_tokenizer = any(folder.glob("tokenizer*"))
+    has_tokenizer = any(any(folder.glob(name)) for name in ("tokenizer*", "vocab.*", "*.model"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else byte_tokenizer()
     except Exception as error:  # a damaged file may raise any

@@ -385,6 +385,15 @@ def test_a_model_that_was_trained_without_a_cache(folder, tmp_path):
         assert client.complete("to be", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 
+def test_a_tokenizer_of_older_files(tmp_path):
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=256)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(text.BYTES))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    _, tokenizer = served.load(tmp_path)
+    assert type(tokenizer).__name__.startswith("GPT2Tokenizer")
+
+
 def test_a_folder_without_a_tokenizer(folder, tmp_path):
     for file in ("config.json", "model.safetensors"):
         (tmp_path / file).write_bytes((folder / file).read_bytes())

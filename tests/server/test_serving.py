@@ -478,6 +478,8 @@ def test_a_key_of_other_letters(model):
     ("arguments", "keys", "said"),
     [
         (["no-folder"], None, "there is no folder no-folder"),
+        (["Qwen/Qwen3-0.6B"], None, "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"),
+        (["no-file.gguf"], None, "there is no no-file.gguf"),
         (["--port", "65536"], None, "65536 is not in the range"),
         (["--capacity", "0"], None, "0 is not in the range"),
         (["--capacity", "129"], None, "129 is not in the range from 130"),
@@ -522,7 +524,7 @@ def test_options_that_serve_nobody(tmp_path, capsys, monkeypatch, arguments, key
         file.write_text(keys if isinstance(keys, str) else json.dumps(keys))
         arguments = [*arguments, "--keys", str(file)]
     with pytest.raises(SystemExit) as caught:
-        run_command(monkeypatch, "--port", "0", *(arguments if "no-folder" in arguments else [str(MODEL), *arguments]))
+        run_command(monkeypatch, "--port", "0", *(arguments if arguments[0][0] != "-" else [str(MODEL), *arguments]))
     assert caught.value.code == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
