@@ -15,6 +15,7 @@ from typing import Any
 
 import transformers
 
+from kvcache import NotSupportedError
 from kvcache.columns import WIDTH, columns, wrap
 from kvcache.errors import sentence, shown
 from kvcache.server.adapters import add_adapters, read_adapters
@@ -63,10 +64,13 @@ def make(options: Options) -> Server:
     how: dict[str, Any] = {"dtype": options.dtype, "select": options.select, "prompts": options.prompts}
     how = {name: value for name, value in how.items() if value is not None or name == "dtype"}
     engine: dict[str, Any] = {"max_running": options.limits.max_running, "max_waiting": options.limits.max_running}
-    if options.store is not None:
-        engine["prefix"] = kept_prompts(model, options.model, options.store, capacity=options.capacity, **how)
-    names = add_adapters(model, adapters)
-    served = Served(name, model, tokenizer, options.capacity, names, **how, **engine)
+    try:
+        if options.store is not None:
+            engine["prefix"] = kept_prompts(model, options.model, options.store, capacity=options.capacity, **how)
+        names = add_adapters(model, adapters)
+        served = Served(name, model, tokenizer, options.capacity, names, **how, **engine)
+    except NotSupportedError as error:  # a server always keeps prompts
+        raise ValueError(f"{options.model} cannot be served: {str(error).removesuffix(': leave prefix out')}") from None
     try:
         return Server(served, keys, options.limits)
     except BaseException:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvcache import NotSupportedError, PrefixCache, stores
 from kvcache.errors import described
@@ -49,7 +49,17 @@ def load(folder: Path) -> tuple[Any, Any]:
     except Exception as error:  # a damaged file may raise any
         raise ValueError(f"{folder} has no tokenizer that can be loaded: {described(error)}") from None
     try:
-        num_tokens = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # a damaged file may raise any
+        raise ValueError(f"{folder} has no model that can be loaded: {described(error)}") from None
+    # What else transformers would say is a list of classes, or that weights are lacking.
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{folder} cannot be served: {config.model_type} has an encoder and a decoder")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        what = "transformers has no decoder of text alone for it, as for many models that see or hear"
+        raise ValueError(f"{folder} cannot be served: {config.model_type}: {what}")
+    try:
+        num_tokens = config.get_text_config().vocab_size
         dtype = "auto" if has_tokenizer else torch.float32
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, **options)

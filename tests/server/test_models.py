@@ -355,7 +355,13 @@ def test_the_command_serves_a_folder(folder, tmp_path):
         ("tokenizer.json", lambda _: b"{}", "no tokenizer that can be loaded: KeyError"),
         ("config.json", lambda data: data.replace(b'"num_hidden_layers": 4', b'"num_hidden_layers": 5'), "layers.4"),
         ("config.json", lambda data: data.replace(b'"vocab_size"', b'"vocab_size": 99, "v"'), "model.embed_tokens"),
-        ("config.json", lambda _: b'{"model_type": "clip_vision_model"}', "no model that can be loaded: Attribute"),
+        ("config.json", lambda _: b'{"model_type": "clip_vision_model"}', "cannot be served: clip_vision_model: trans"),
+        (
+            "config.json",
+            lambda _: b'{"model_type": "llava"}',
+            "cannot be served: llava: transformers has no",
+        ),
+        ("config.json", lambda _: b'{"model_type": "bart"}', "cannot be served: bart has an encoder and a decoder"),
     ],
 )
 def test_a_folder_that_cannot_be_served(folder, tmp_path, name, change, said):
@@ -366,6 +372,16 @@ def test_a_folder_that_cannot_be_served(folder, tmp_path, name, change, said):
     with pytest.raises(ValueError, match=said) as caught:
         served.load(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path} ")
+
+
+def test_a_model_whose_prompts_cannot_be_kept(folder, tmp_path):
+    """No advice is of an argument that the command does not have."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    rotation = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    config = json.loads((tmp_path / "config.json").read_text()) | {"rope_parameters": rotation}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r" cannot be served: .* another text cannot use them$"):
+        command.make(command.Options(tmp_path))
 
 
 @pytest.mark.parametrize("wrong", [{"num_beams": 4}, {"temperature": "hot"}])
