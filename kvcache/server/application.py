@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvcache import PrefixCache
-from kvcache.errors import sentence, shown
+from kvcache.errors import plain, sentence, shown
 from kvcache.hf import Request
 from kvcache.server.answers import Answer, Piece, Places, chat_logprobs, events, text_logprobs, usage_of
 from kvcache.server.drawing import STACK, Grammar
@@ -176,7 +176,11 @@ class Server:
 
     async def refuse_http(self, http: HttpRequest, error: HTTPException) -> Response:
         """Answer an error of the routes."""
-        response = await self.refuse(http, ApiError(error.detail, status=error.status_code))
+        message, path = error.detail, http.url.path
+        if error.status_code == 404:
+            known = f"/v1{path}" in ("/v1/completions", CHAT, "/v1/models")
+            message = f"there is no route {plain(path)}{': the base_url of clients ends in /v1' if known else ''}"
+        response = await self.refuse(http, ApiError(message, status=error.status_code))
         response.headers.update(error.headers or {})
         return response
 

@@ -109,6 +109,13 @@ def test_a_stream_has_the_same_text(client, is_chat):
     assert {one["id"] for one in pieces} == {last["id"]}
 
 
+def test_a_base_url_without_v1(client):
+    for path, said in [("/models", "there is no route /models: the base_url of clients ends in /v1"), ("/", "route /")]:
+        status, body = client.ask(path)
+        assert status == 404
+        assert body["error"]["message"].endswith(said)
+
+
 def test_stop(client):
     text = client.complete("ROMEO:\n", max_tokens=80)["choices"][0]["text"]
     stop = text[30:35]
