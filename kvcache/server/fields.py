@@ -149,7 +149,9 @@ def check_name(name: str, value: Any, is_chat: bool) -> None:
         why, off = REFUSED[name]
         if value != off:
             raise ApiError(f"{name}: {why}", name)
-    elif name not in COMMON | IGNORED | (OF_CHAT if is_chat else OF_TEXT):
+    elif name in (OF_TEXT if is_chat else OF_CHAT):
+        raise ApiError(f"{name}: is a field of /v1/{'' if is_chat else 'chat/'}completions", name)
+    elif name not in COMMON | IGNORED | OF_CHAT | OF_TEXT:
         raise ApiError(f"{shown(name)}: there is no such field", name[:80])
 
 

@@ -91,6 +91,15 @@ def test_bias_and_penalties(client):
     assert complete(client, presence_penalty=2, frequency_penalty=2) != plain
 
 
+def test_fields_of_the_other_route(client):
+    for path, other, fields in [("completions", "chat/completions", ("messages", "tools")),
+                                ("chat/completions", "completions", ("prompt", "echo"))]:  # fmt: skip
+        for name in fields:
+            status, body = client.ask(f"/v1/{path}", {name: "a"})
+            assert (status, body["error"]["param"]) == (400, name)
+            assert body["error"]["message"] == f"{name}: is a field of /v1/{other}"
+
+
 def test_lengths(client, model, monkeypatch):
     text = complete(client)
     monkeypatch.setattr(model[0].generation_config, "eos_token_id", ord(text[4]))
