@@ -118,19 +118,17 @@ def text_logprobs(tokens: list[tuple[bytes, Any]], names: Any, places: list[int]
 
 
 class Places:
-    """Tells where in a text its tokens begin. `_part` is of a character, and `_place` is where that begins."""
+    """Tells where in a text its tokens begin. `_place` is the end of the whole characters before a token."""
 
     def __init__(self) -> None:
-        self._place, self._part = 0, b""
+        self._place, self._decoder = 0, codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, data: bytes) -> int:
         """Return where a token begins: the parts of a character begin where it does."""
-        alone, part = len(data.decode(errors="replace")), len(self._part.decode(errors="replace"))
-        text = (self._part + data).decode(errors="replace")
-        place = self._place + (part if len(text) == part + alone else 0)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._place += len(decoder.decode(self._part + data))
-        self._part = decoder.getstate()[0]
+        begun, _ = self._decoder.getstate()
+        both, before, alone = (len(one.decode(errors="replace")) for one in (begun + data, begun, data))
+        place = self._place + (before if both == before + alone else 0)
+        self._place += len(self._decoder.decode(data))
         return place
 
 

@@ -264,13 +264,13 @@ class Served:
         """Return what tells the parts of an answer to a chat apart."""
         if ask.chat is None:
             return None
-        names = names_of(ask)
+        # JSON of a schema may look like a call.
+        names = ask.chat.names if ask.schema is None or ask.chat.choice == "required" else []
         if not self._parses:
             return Speech(self.format, names, prompt.thinks)
-        tools = ask.chat.tools if names else None
-        return TemplatedSpeech(
-            lambda text: self.tokenizer.get_response_parser(prefix=text, tools=tools), prompt.text, names
-        )
+        make, tools = self.tokenizer.get_response_parser, ask.chat.tools if names else None
+        end = self.tokenizer.eos_token or ""
+        return TemplatedSpeech(lambda text: make(prefix=text, tools=tools), prompt.text, names, end)
 
     def text_of(self, ask: Ask, prompt: Prompt) -> Text:
         """Return what makes text of an answer's tokens."""
@@ -278,7 +278,8 @@ class Served:
         before = prompt.tokens[-LAST:] if goes_on else ()  # some decoders drop the blank with which a text begins
         if ask.chat is not None and self._parses:
             return Text(self.tokenizer, ask.stop, frozenset(), before)
-        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if names_of(ask) else self.hidden, before)
+        shows_calls = ask.chat is not None and ask.chat.names
+        return Text(self.tokenizer, ask.stop, self._hidden_beside_calls if shows_calls else self.hidden, before)
 
     def _text_of_prompt(self, tokens: list[int]) -> str:
         """Return the text of a prompt, as far as answers show text."""
@@ -348,11 +349,6 @@ class Served:
             raise ApiError("too many requests wait: try again later", status=503, code="overloaded") from None
         except (NotSupportedError, ValueError) as error:  # as a generation config that asks for beams
             raise ApiError(str(error)) from None
-
-
-def names_of(ask: Ask) -> list[str]:
-    """Return the tools that an answer may call: none where it is JSON of a schema, which may look like a call."""
-    return [] if ask.chat is None or (ask.schema is not None and ask.chat.choice != "required") else ask.chat.names
 
 
 def first(*values: Any) -> Any:

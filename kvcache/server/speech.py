@@ -165,54 +165,59 @@ class TemplatedSpeech:
         The text before the answer.
     tools : list of str
         The tools that may be called. What calls another one is said.
+    end : str
+        The token that ends answers, which is not said.
     """
 
-    def __init__(self, make: Callable[[str], Any], prompt: str, tools: list[str]) -> None:
-        self._make, self._parser, self._tools = make, make(prompt), tools
+    def __init__(self, make: Callable[[str], Any], prompt: str, tools: list[str], end: str = "") -> None:
+        self._make, self._parser, self._tools, self._end = make, make(prompt), tools, end
         self._held = ""  # text that no part has yet, such as half of a call
         self.num_calls = 0  # so far
 
     def add(self, text: str) -> list[tuple[str, str] | Call]:
         """Return the parts that are sure now."""
         found: list[tuple[str, str] | Call] = []
-        for one in text:  # where reading fails, all parts of a piece are lost
+        for one in text:  # where reading fails, all events of a piece are lost
             self._held += one
             try:
-                events = self._parser.feed(one)
+                self._take(found, self._parser.feed(one))
             except Exception:  # a template may raise any
-                found.append(self._say())
-                self._parser = self._make("")
-            else:
-                found += self._parts(events)
+                _say(found, "content", self._held)
+                self._held, self._parser = "", self._make("")
         return found
 
     def end(self) -> list[tuple[str, str] | Call]:
         """Return the rest."""
-        try:
-            _, events = self._parser.finalize()
-        except Exception:  # half of a call, or a template that asks for more
-            return [self._say()] if self._held else []
-        return self._parts(events)
-
-    def _say(self) -> tuple[str, str]:
-        said, self._held = self._held, ""
-        return "content", said
-
-    def _parts(self, events: list[dict[str, Any]]) -> list[tuple[str, str] | Call]:
         found: list[tuple[str, str] | Call] = []
+        self._held = self._held.removesuffix(self._end)
+        try:
+            self._take(found, self._parser.finalize()[1])
+        except Exception:  # half of a call, or a template that asks for more
+            _say(found, "content", self._held)
+        return found
+
+    def _take(self, found: list[tuple[str, str] | Call], events: list[dict[str, Any]]) -> None:
         for event in events:
             name, kind = event["field"], event["type"]
             if name == "tool_calls" and kind == "region_close":
-                calls = _calls([event["value"]], "arguments", self._tools)
-                said = self._say()
-                found += calls or [said]
-                self.num_calls += len(calls or ())
+                calls = _calls([event["value"]], "arguments", self._tools) or []
+                _say(found, "content", "" if calls else self._held)
+                found += calls
+                self._held, self.num_calls = "", self.num_calls + len(calls)
             elif name != "tool_calls" and kind == "region_chunk":
+                _say(found, KINDS.get(name, ""), event["text"] if name in KINDS else "")
                 self._held = self._held.partition(event["text"])[2]
-                found += [(KINDS[name], event["text"])] if name in KINDS else []
         if events and events[-1]["field"] != "tool_calls" and events[-1]["type"] != "region_chunk":
             self._held = ""  # a marker of other parts
-        return found
+
+
+def _say(found: list[tuple[str, str] | Call], kind: str, text: str) -> None:
+    """Add text to parts, to the last one if it is of this kind."""
+    last = found[-1] if found else None
+    if isinstance(last, tuple) and last[0] == kind:
+        found[-1] = kind, last[1] + text
+    elif text:
+        found.append((kind, text))
 
 
 def _calls(values: list[Any], field: str, tools: list[str]) -> list[Call] | None:
@@ -228,11 +233,8 @@ def _calls(values: list[Any], field: str, tools: list[str]) -> list[Call] | None
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             return None
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half of a character
-            text = json.dumps(arguments)
-        found.append(Call(str(name), text))
+        # UTF-8 has no half of a character, which JSON writes as Python does.
+        found.append(Call(str(name), text.encode(errors="backslashreplace").decode()))
     return found or None
 
 

@@ -24,9 +24,7 @@ CASES = [  # format, whether the template has opened thoughts, the answer, and i
     (HERMES, False, f"<tool_call>{CALL.replace('weather', 'none')}</tool_call>", [
         ("content", f"<tool_call>{CALL.replace('weather', 'none')}</tool_call>"),
     ]),
-    (HERMES, False, "To call, write \n<tool_call> ... </tool_call> .", [
-        ("content", "To call, write \n<tool_call> ... </tool_call> ."),
-    ]),
+    (HERMES, False, "Write \n<tool_call> </tool_call> .", [("content", "Write \n<tool_call> </tool_call> .")]),
     *(
         (HERMES, False, f"<tool_call>{one}</tool_call>", [("content", f"<tool_call>{one}</tool_call>")])
         for one in (
@@ -35,6 +33,7 @@ CASES = [  # format, whether the template has opened thoughts, the answer, and i
         )
     ),
     (HERMES, False, '<tool_call>{"name": "weather"', [("content", '<tool_call>{"name": "weather"')]),
+    (HERMES, False, f"<tool_call>{CALL.replace('Köln', chr(92) + 'ud83d')}</tool_call>", [("weather", "\ud83d")]),
     (HERMES, False, "1 < 2 <tool", [("content", "1 < 2 <tool")]),
     (HERMES, True, f"Hm.</think>\n<tool_call>{CALL}</tool_call>", [("reasoning_content", "Hm."), ("weather", "Köln")]),
     (MISTRAL, False, f"[TOOL_CALLS][{CALL}, {CALL}]", [("weather", "Köln")] * 2),
@@ -56,6 +55,7 @@ def joined(parts):
     found = []
     for part in parts:
         if isinstance(part, Call):
+            part.arguments.encode()  # also half of a character, which JSON escapes
             found.append((part.name, json.loads(part.arguments)["city"]))
         elif found and found[-1][0] == part[0] and found[-1][0] not in TOOLS:
             found[-1] = (part[0], found[-1][1] + part[1])
@@ -80,13 +80,6 @@ def test_parts(case):
         assert speech.num_calls == sum(isinstance(part, Call) for part in parts)
 
 
-def test_half_of_a_character_in_a_call():
-    """It is as JSON escapes it, as UTF-8 has none."""
-    speech = Speech(HERMES, TOOLS)
-    [call] = speech.add(f"<tool_call>{CALL.replace('Köln', chr(92) + 'ud83d')}</tool_call>")
-    assert call.arguments == '{"city": "\\ud83d"}'
-
-
 GOOD, LATE = '<call>{"name": "weather", "arguments": {"city": "Köln"}}</call>', "<hm>So.</hm>"
 
 
@@ -94,12 +87,10 @@ GOOD, LATE = '<call>{"name": "weather", "arguments": {"city": "Köln"}}</call>',
     "text",
     [
         '<call>{"name": "weather", arguments: </call>',
-        '<call>{"name": "weather", ',
+        '<call>{"name": "weather", <eos>',
         '<call>{"x": 1}</call>',
-        '<call>"weather"</call>',
         '<call>{"name": "other"}</call>',
         '<call>[{"name": "weather"}, 1]</call>',
-        "<call></call>",
         "a <cal",
     ],
 )
@@ -109,7 +100,6 @@ def test_what_is_no_call_of_a_response_template_is_text(text, size):
     parsing = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
     template = {
         "start_anchor": "@@",
-        "defaults": {"role": "assistant"},
         "fields": {
             "thinking": {"open": "<hm>", "close": "</hm>"},
             "tool_calls": {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"},
@@ -118,13 +108,15 @@ def test_what_is_no_call_of_a_response_template_is_text(text, size):
     }
     for before, after, tools in (("", "", TOOLS), (f"{LATE}I <", f"; {GOOD}{LATE}", TOOLS), ("I ", f" {GOOD}", [])):
         after = after if text.endswith("</call>") else ""
-        speech = TemplatedSpeech(lambda text: parsing.ResponseParser(template, prefix=text), "", tools)
-        whole, wanted = before + text + after, [("content", (before + text + after).replace(LATE, ""))]
+        speech = TemplatedSpeech(lambda text: parsing.ResponseParser(template, prefix=text), "", tools, "<eos>")
+        whole, said = before + text + after, text.removesuffix("<eos>")
+        wanted = [("content", (before + said + after).replace(LATE, ""))]
         parts = [part for at in range(0, len(whole), size) for part in speech.add(whole[at : at + size])] + speech.end()
         if tools and before:
-            wanted = [("reasoning_content", "So."), ("content", f"I <{text}{'; ' if after else ''}")]
+            wanted = [("reasoning_content", "So."), ("content", f"I <{said}{'; ' if after else ''}")]
             wanted += [("weather", "Köln"), ("reasoning_content", "So.")] if after else []
         assert joined(parts) == wanted
+        assert size < 1000 or len(parts) <= len(wanted) + 1
 
 
 def test_without_tools_calls_are_text():
