@@ -92,6 +92,7 @@ class Tenant:
             model: served.tenant(b"tenant " + self.key, quota, model) for model in allowed
         }
         served.reserve(pinned)
+        self._tokens_of_state = served.tokens_of_state  # for which each pin counts, too
         self.num_requests = 0
         self.preparing = asyncio.Lock()  # one prompt of a key is made at a time, so that others' have threads
         # By model and pinned tokens: how many tokens are pinned, whole blocks, and the timer that ends it.
@@ -123,8 +124,9 @@ class Tenant:
         name, loop, prefix = (model, tuple(tokens)), asyncio.get_running_loop(), self.prefixes[model]
         num, timer = self._pins.get(name, (0, None))
         until = max(loop.time() + seconds, timer.when() if timer else 0.0)
-        if num < len(tokens):  # it may be known to its end now
-            most = -(-len(tokens) // prefix.cache.block_size) * prefix.cache.block_size  # a block is pinned as a whole
+        most = -(-len(tokens) // prefix.cache.block_size) * prefix.cache.block_size  # a block is pinned as a whole
+        most += self._tokens_of_state
+        if num < most:  # it may be known to its end now
             if self.num_pinned - num + most > self.max_pinned:
                 return
             try:
@@ -133,7 +135,7 @@ class Tenant:
                 return
             if timer is not None:
                 prefix.unpin(tokens)
-            num = most if pinned == len(tokens) else pinned
+            num = most if pinned == len(tokens) else pinned and pinned + self._tokens_of_state
         if timer is not None:
             timer.cancel()
         if num:

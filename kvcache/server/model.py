@@ -141,6 +141,8 @@ class Served:
         if arguments.get("prefix") is None:
             arguments |= limits_of(model, capacity, **arguments)
         self.engine = Engine(model, **arguments)
+        per_token = sum(layer.bytes_per_token for layer in self.engine.prefix.cache.layers)
+        self.tokens_of_state = -(-HFCache.state_bytes(model) // max(per_token, 1))  # which take as many bytes as one
         self._room = capacity - 2 * self._block_size  # a block may be shared, and another one filled in part
         self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token

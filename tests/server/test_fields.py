@@ -551,14 +551,16 @@ def test_pins(model):
             assert (status, body["error"]["param"]) == (400, "messages")
 
 
-def test_no_more_is_pinned_than_a_key_may(model):
-    """A short prompt pins a block; the same prompt again is pinned for longer, and to its end."""
+@pytest.mark.parametrize(("tokens_of_state", "num_pins"), [(0, 3), (64, 1)])
+def test_no_more_is_pinned_than_a_key_may(model, tokens_of_state, num_pins):
+    """A short prompt pins a block, and a state; the same prompt again is pinned for longer, and to its end."""
     import asyncio
 
     from kvcache.server.keys import Tenant
 
     async def play():
         runs = served.Served("a-model", *model, capacity=1024, dtype="f32")
+        runs.tokens_of_state += tokens_of_state
         with runs.engine:
             tenant = Tenant(runs, "sk", "one", pinned=256)
             size, tokens = runs.engine.prefix.cache.block_size, [*range(100, 200)]
@@ -571,6 +573,7 @@ def test_no_more_is_pinned_than_a_key_may(model):
                 tenant.pin("a-model", prompt, 100)
             assert 100 <= tenant.num_pinned <= 256
             assert tenant.num_pinned % size == 0
+            assert len(tenant._pins) == num_pins
             name = ("a-model", tuple(tokens))
             before = tenant._pins[name][1].when()
             tenant.pin("a-model", tokens, 1)
