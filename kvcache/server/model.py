@@ -13,7 +13,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvcache import NotSupportedError, PrefixCache, stores
-from kvcache.errors import described
+from kvcache.errors import described, shown
 from kvcache.hf import Engine, HFCache, Request
 from kvcache.hf.requests import vocab_size_of
 from kvcache.models.configuration import advise
@@ -178,6 +178,9 @@ class Served:
         lengths, room = f"the prompt has {num_prompt} tokens and the context {self.context}", self.context - num_prompt
         if not num_prompt:
             raise ApiError(f"{name}: has no tokens", name)
+        if (last := max(prompt.tokens)) >= self.num_tokens:  # the tokenizer may have more than the model
+            token = shown(self.tokenizer.convert_ids_to_tokens(last))
+            raise ApiError(f"{name}: has {token}, a token that the model does not have", name)
         if room < 1:
             raise ApiError(
                 f"{name}: {lengths}, which leaves no room for an answer", name, code="context_length_exceeded"
@@ -220,7 +223,7 @@ class Served:
     def _prompt_of_chat(self, chat: Chat, may_pin: bool) -> Prompt:
         if not self.tokenizer.chat_template:
             raise ApiError("messages: the model has no chat template: use /v1/completions", "messages")
-        if chat.tools and self.format is None and not self._parses:
+        if chat.names and self.format is None and not self._parses:
             raise ApiError("tools: the model's chat template has none", "tools")
         text = self._rendered(chat, chat.messages, chat.template)
         prompt = Prompt(self._encoded(text), text)

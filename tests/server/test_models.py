@@ -211,6 +211,27 @@ def test_a_template_that_fails(client, model, monkeypatch, template):
     assert "chat template refuses them: " in body["error"]["message"]
 
 
+def test_a_token_that_the_model_does_not_have(model):
+    tokenizer = copy.deepcopy(model[1])
+    tokenizer.add_tokens(["<|new|>"])
+    with serving((model[0], tokenizer)) as client:
+        for path, body in [
+            ("completions", {"prompt": "to <|new|>"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "<|new|>"}]}),
+        ]:
+            status, found = client.ask(f"/v1/{path}", body)
+            [name] = body
+            assert (status, found["error"]["param"]) == (400, name)
+            assert found["error"]["message"] == f"{name}: has '<|new|>', a token that the model does not have"
+
+
+def test_tools_that_must_not_be_called(client):
+    """A chat template without tools is asked for none."""
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    assert chat(client, MESSAGES, tools=tools, tool_choice="none", max_tokens=1)
+    assert client.ask("/v1/chat/completions", {"messages": MESSAGES, "tools": tools})[0] == 400
+
+
 def test_a_message_as_clients_give_it_back(client):
     """With the fields of an answer that are null."""
     message = {"role": "assistant", "content": "I", "refusal": None, "tool_calls": None}
