@@ -420,7 +420,7 @@ class Choice:
         if self.request is not None:
             return self.request
         answering, server = self.answering, self.answering.server
-        # Where its first answer has begun, a request is not refused any more.
+        # A request is not refused any more once its first answer has begun.
         await server.turns.begin(answering.tenant, may_refuse=self is answering.choices[0])
         try:
             if answering.error is not None:

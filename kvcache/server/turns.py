@@ -12,8 +12,8 @@ from kvcache.server.errors import ApiError
 class Turns:
     """Lets at most `max_running` answers go on, and `max_waiting` others wait.
 
-    The keys take turns: the first waiting answer of each key begins before the second one of any key. Where as many
-    wait, only a key that has its share of them is refused.
+    The keys take turns: the first waiting answer of each key begins before the second one of any key. Once as many
+    wait, only a key that has its share of the waiting answers is refused.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
