@@ -317,7 +317,7 @@ usual() {
     # .ci/full runs all with both.
     step "tests of models with the oldest transformers" with_torch "$tools" \
         "$(echo tests/hf/test_{hf,decode,enabling,engine,every_model,recurrent}.py)"
-    step "README's commands" readme
+    step "README's commands" readme & # one process, which often waits for pip
     compiled_for_tests
     wait
     step "benchmarks, installed, once each" installed_benchmarks
